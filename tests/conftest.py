@@ -19,8 +19,8 @@ import tiny
 import torch
 from hypothesis import settings
 
+from tests.claims.equivalence.families_page import write_families_table
 from tests.support import models
-from tests.support.models import write_families_table
 from tests.support.processes import NOT_OURS, Run, Server
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 import pickle
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,28 @@ from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import ragged_batches
 from tests.support import cases
-from tests.support.batches import as_python, predictions_of, tensors_of
+from tests.support.batches import as_python, tensors_of
+
+
+def histories_of_rows(batch: dict[str, Any], sequences: Sequence[list[int]]) -> list[tuple[int, ...]]:
+    """For every row that the model computes, the tokens up to it, read from the sequence that the row comes from."""
+    if "attention_mask" in batch:
+        width = batch["input_ids"].shape[1]
+        return [tuple(sequences[n // width][: n % width + 1]) for n in range(batch["input_ids"].numel())]
+    ends = [tuple(ids[: n + 1]) for ids in sequences for n in range(len(ids))]
+    return [ends[token] for token in batch["radix"].layout.gather_indices.tolist()]
+
+
+def predictions_of(batch: dict[str, Any], sequences: Sequence[list[int]]) -> Counter[tuple[tuple[int, ...], int]]:
+    """(whole history of the predictor, label) -> its weight in the loss."""
+    rows, found = histories_of_rows(batch, sequences), Counter()
+    predictors, labels = batch["radix"].predictor_indices.tolist(), batch["shift_labels"].flatten().tolist()
+    predictors = [predictors[row] for row in batch["radix"].prediction_rows.tolist()]
+    for row, label, weight in zip(predictors, labels, batch["radix"].loss_weights.tolist(), strict=True):
+        if weight:
+            found[rows[row], label] += weight
+    return found
+
 
 N = -100
 FEATURES = [

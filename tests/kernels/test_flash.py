@@ -29,6 +29,7 @@ from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
+from tests.kernels.cuda_stand_ins import HALF, Flash
 from tests.support import FULL
 from tests.support.batches import (
     NAMES,
@@ -41,7 +42,6 @@ from tests.support.batches import (
     plan_of,
     with_gradients,
 )
-from tests.support.cuda_stand_ins import HALF, Flash
 
 pytestmark = FULL
 aten = torch.ops.aten

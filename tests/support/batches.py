@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -242,10 +239,7 @@ def assert_exact(found: Sequence[Tensor], truth: Sequence[Tensor], what: object 
 # there are any. One batch in ten is packed: its rows stand one after the other, and their positions start again.
 
 
-LONGEST = 11  # tokens; every sliding window of a tiny model is shorter
 MASKS = [torch.bool, torch.int64, torch.int32, torch.float64]
-# A row that gives every parameter of a small model a gradient: if every query sees one key, q and k have none.
-ALIVE = [1, 2, 3, 1, 1, 2, 2, 1]
 
 
 @dataclass(frozen=True)
@@ -299,47 +293,6 @@ class PaddedBatch:
         hidden = ~self.kept
         hidden[:, 1:] |= ~self.kept[:, :-1]
         return self.inputs["input_ids"].masked_fill(hidden, -100)
-
-
-def draw_batch(rng: np.random.Generator, pad_id: int | None = None) -> PaddedBatch:
-    """pad_id: the id of padding, which then no token has; None for any ids."""
-    rows = draw_rows(rng, lowest=0 if pad_id is None else pad_id + 1)
-    if rng.random() < 0.1:
-        return packed(rows)
-    side = ["left", "right", "both"][rng.integers(3)]
-    width = max(map(len, rows)) + int(rng.integers(3))
-    room = [width - len(row) for row in rows]
-    left = [{"left": most, "right": 0, "both": int(rng.integers(most + 1))}[side] for most in room]
-    fill = rng.integers(0, 5, (len(rows), width)) if pad_id is None else np.full((len(rows), width), pad_id)
-    hidden = len(rows) - 1 if pad_id is None and len(rows) > 1 and rng.random() < 0.1 else None
-    positions = [None, None, "mask", "columns", "one row", "offset", "jumps"][rng.integers(7)]
-    return pad(rng, rows, left, fill, positions, hidden, side)
-
-
-def draw_rows(rng: np.random.Generator, lowest: int) -> list[list[int]]:
-    """Two to seven rows. lowest: of the token ids."""
-    alphabet = np.arange(lowest, lowest + rng.integers(2, 5))
-    kind = ["nested", "nested", "nested", "identical", "prefixes", "single tokens", "one row"][rng.integers(7)]
-    first = [lowest + token for token in ALIVE] if rng.random() < 0.7 else draw_row(rng, alphabet, LONGEST)
-    if kind == "one row":
-        return [first]
-    rows = [first]
-    for _ in range(rng.integers(1, 7)):
-        row = rows[rng.integers(len(rows))]
-        cut = int(rng.integers(1, len(row) + 1))
-        rows.append(
-            {
-                "nested": (row[:cut] + draw_row(rng, alphabet, 4) * bool(rng.integers(4)))[:LONGEST],
-                "identical": list(row),
-                "prefixes": row[:cut],
-                "single tokens": draw_row(rng, alphabet, 1),
-            }[kind]
-        )
-    return [rows[index] for index in rng.permutation(len(rows))]
-
-
-def draw_row(rng: np.random.Generator, alphabet: np.ndarray, longest: int) -> list[int]:
-    return rng.choice(alphabet, rng.integers(1, longest + 1)).tolist()
 
 
 def pad(
@@ -412,7 +365,6 @@ ROWS: list[Row] = [
     [7, 8, 9, 10],
     [7, "A"],
 ]
-OF_SIZES: list[Row] = [[7, "A", 8, 9], [7, "a", 8, 9], [7, "a", "A", 8], [7, "a", "A", 10, 11], [8, "B", "a", 7]]
 
 
 def letters_of(rows: Sequence[Row]) -> list[str]:
@@ -499,39 +451,19 @@ def patches(dim: int, merge: int = 2) -> Callable[..., Any]:
 
 
 TOKEN = {"image_token_id": IMAGE}
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 DIM = 3 * 2 * 14 * 14  # of a patch of two frames
 LARGER = {"vision_config": {"image_size": 56}}
-EAGER = {"experts_implementation": "eager"}
-KINDS = {
-    "LLaVA": Kind("LlavaForConditionalGeneration", TOKEN, squares(28, 4)),
-    "Qwen2.5-VL": Kind(
-        "Qwen2_5_VLForConditionalGeneration",
-        {**TOKEN, "text_config": MROPE, "vision_config": {"window_size": 56, "fullatt_block_indexes": [1]}},
-        patches(DIM),
-        True,
-    ),
-    "Qwen3-VL": Kind(
-        "Qwen3VLForConditionalGeneration",
-        {**TOKEN, "vision_config": {"deepstack_visual_indexes": [0, 1]}},
-        patches(DIM),
-        True,
-    ),
-    "Qwen3.5": Kind("Qwen3_5ForConditionalGeneration", TOKEN, patches(DIM), True),
-    "InternVL": Kind(
-        "InternVLForConditionalGeneration", {**TOKEN, "vision_config": {"image_size": [56, 56]}}, squares(56, 4)
-    ),
-    "Idefics3": Kind("Idefics3ForConditionalGeneration", {**TOKEN, **LARGER}, of_rows(56, 4)),
-    "SmolVLM": Kind("SmolVLMForConditionalGeneration", {**TOKEN, **LARGER}, of_rows(56, 4)),
-    "Mistral 3": Kind("Mistral3ForConditionalGeneration", {**TOKEN, **LARGER}, with_sizes(56, 28), True),
-}
+DEEP_STACK = {"vision_config": {"deepstack_visual_indexes": [0, 1]}}
+TILES = {**TOKEN, "image_grid_pinpoints": [[56, 28]]}
 
 
-def of_family(name: str, inputs_of: Callable[..., Any], has_sizes: bool = False, **settings: Any) -> Kind:
+def of_family(
+    name: str, inputs_of: Callable[..., Any], has_sizes: bool = False, types: str | None = None, **settings: Any
+) -> Kind:
     """A family of docs/families.md. settings: further ones of its parts."""
     family = next(each for each in (*CORE_MULTIMODAL, *MULTIMODAL) if each.name == name)
     parts = {part: {**family.settings.get(part, {}), **own} for part, own in settings.items()}
-    return Kind(family.model_class, {**family.settings, **TOKEN, **parts}, inputs_of, has_sizes)
+    return Kind(family.model_class, {**family.settings, **TOKEN, **parts}, inputs_of, has_sizes, types)
 
 
 def on_pooled_patches(size: int, kernel: int) -> Callable[..., Any]:
@@ -570,33 +502,29 @@ def square_patches(rows: list[list[str]]) -> Any:
     return {**entries, "pixel_values": entries["pixel_values"].unflatten(1, (3, 14, 14))}, counts
 
 
-KINDS |= {
-    "Gemma 4": of_family(
-        "Gemma 4",
-        on_pooled_patches(4, 2),
-        True,
-        vision_config={"model_type": "gemma4_vision", "pooling_kernel_size": 2},
+GEMMA_4 = {"model_type": "gemma4_vision", "pooling_kernel_size": 2}
+UNIFIED = {"patch_size": 14, "pooling_kernel_size": 1, "model_patch_size": 14, "output_proj_dims": 32}
+# The last three: images that attend in both directions, in all layers, or in those with a window that is shorter than
+# an image (Gemma 3), or longer than two images, beyond which these see each other (Gemma 4 unified).
+KINDS = {
+    "LLaVA": of_family("LLaVA", squares(28, 4)),
+    "Qwen2.5-VL": of_family(
+        "Qwen2.5-VL", patches(DIM), True, vision_config={"window_size": 56, "fullatt_block_indexes": [1]}
     ),
+    "Qwen3-VL": of_family("Qwen3-VL", patches(DIM), True, **DEEP_STACK),
+    "InternVL": of_family("InternVL", squares(56, 4), vision_config={"image_size": [56, 56]}),
+    "Idefics3": of_family("Idefics3", of_rows(56, 4), **LARGER),
+    "SmolVLM": of_family("SmolVLM", of_rows(56, 4), **LARGER),
+    "Mistral 3": of_family("Mistral 3", with_sizes(56, 28), True, **LARGER),
+    "Gemma 4": of_family("Gemma 4", on_pooled_patches(4, 2), True, vision_config=GEMMA_4),
     "Idefics2": of_family("Idefics2", of_rows(28, 4), perceiver_config={"resampler_n_latents": 4}),
     "LightOnOCR": of_family("LightOnOCR", with_sizes(56, 28), True),
-    "Qwen2-VL": Kind(
-        "Qwen2VLForConditionalGeneration",
-        {**TOKEN, "text_config": MROPE, "vision_config": {"embed_dim": 32}},
-        patches(DIM),
-        True,
+    "Qwen2-VL": of_family("Qwen2-VL", patches(DIM), True, vision_config={"embed_dim": 32}),
+    "Qwen3-VL-MoE": of_family(
+        "Qwen3-VL-MoE", patches(DIM), True, **DEEP_STACK, text_config={"experts_implementation": "eager"}
     ),
-    "Qwen3-VL-MoE": Kind(
-        "Qwen3VLMoeForConditionalGeneration",
-        {**TOKEN, "vision_config": {"deepstack_visual_indexes": [0, 1]}, "text_config": EAGER},
-        patches(DIM),
-        True,
-    ),
-    "LLaVA-NeXT": Kind(
-        "LlavaNextForConditionalGeneration", {**TOKEN, "image_grid_pinpoints": [[56, 28]]}, in_tiles(28, 16)
-    ),
-    "LLaVA-OneVision": Kind(
-        "LlavaOnevisionForConditionalGeneration", {**TOKEN, "image_grid_pinpoints": [[56, 28]]}, in_tiles(28, 16)
-    ),
+    "LLaVA-NeXT": Kind("LlavaNextForConditionalGeneration", TILES, in_tiles(28, 16)),
+    "LLaVA-OneVision": Kind("LlavaOnevisionForConditionalGeneration", TILES, in_tiles(28, 16)),
     **{name: of_family(name, squares(28, 1)) for name in ("Aya Vision", "Cohere 2 Vision", "GOT-OCR 2", "Qianfan-OCR")},
     **{name: of_family(name, squares(28, 4)) for name in ("DeepSeek-VL", "Janus", "Video-LLaVA")},
     "Step 3.7": of_family("Step 3.7", squares(28, 1)),
@@ -604,38 +532,33 @@ KINDS |= {
         name: of_family(name, patches(DIM), True)
         for name in ("Cohere Compass", "Cosmos 3 Omni", "GLM-4V", "GLM-4.5V", "GLM-4.6V", "GLM-OCR", "LFM3-VL")
     },
-    "MiniMax-M3, dense": of_family("MiniMax-M3, dense", patches(DIM), True),
-    "Qwen3.5-MoE": of_family("Qwen3.5-MoE", patches(DIM), True),
+    **{name: of_family(name, patches(DIM), True) for name in ("MiniMax-M3, dense", "Qwen3.5", "Qwen3.5-MoE")},
     **{name: of_family(name, patches(DIM // 2), True) for name in ("Cosmos 3 Edge", "ERNIE 4.5 VL MoE")},
     "PaddleOCR-VL": of_family("PaddleOCR-VL", square_patches, True),
     "Kimi K2.5": Kind(
         "Kimi_K25ForConditionalGeneration", {**TOKEN, "projection_hidden_size": 32}, square_patches, True
     ),
-}
-# Images that attend in both directions: in all layers, and in those with a window, which is shorter than an image.
-GEMMA_4 = KINDS["Gemma 4"].settings
-UNIFIED = {"patch_size": 14, "pooling_kernel_size": 1, "model_patch_size": 14, "output_proj_dims": 32}
-KINDS |= {
     "Gemma 3": Kind(
         "Gemma3ForConditionalGeneration",
         {**TOKEN, "mm_tokens_per_image": 16, **LARGER, "text_config": {"sliding_window": 7}},
         squares(56, 16),
         types="token_type_ids",
     ),
-    "Gemma 4, in both directions": replace(
-        KINDS["Gemma 4"],
-        settings={**GEMMA_4, "text_config": {**GEMMA_4["text_config"], "use_bidirectional_attention": "vision"}},
-        types="mm_token_type_ids",
+    "Gemma 4, in both directions": of_family(
+        "Gemma 4",
+        on_pooled_patches(4, 2),
+        True,
+        "mm_token_type_ids",
+        vision_config=GEMMA_4,
+        text_config={"use_bidirectional_attention": "vision"},
     ),
-    "Gemma 4 unified": replace(
-        of_family(
-            "Gemma 4 unified",
-            on_pooled_patches(4, 1),
-            True,
-            vision_config={"model_type": "gemma4_unified_vision", **UNIFIED},
-            text_config={"sliding_window": 33},  # longer than two images, beyond which these see each other
-        ),
-        types="mm_token_type_ids",
+    "Gemma 4 unified": of_family(
+        "Gemma 4 unified",
+        on_pooled_patches(4, 1),
+        True,
+        "mm_token_type_ids",
+        vision_config={"model_type": "gemma4_unified_vision", **UNIFIED},
+        text_config={"sliding_window": 33},
     ),
 }
 
@@ -648,13 +571,12 @@ def image_batch_of(kind: Kind, rows: Sequence[Row], left: bool = False) -> tuple
         [token for part in row for token in ([*before, *[IMAGE] * counts[part]] if isinstance(part, str) else [part])]
         for row in rows
     ]
-    width = max(map(len, ids))
-    padded = torch.tensor([[0] * (width - len(row)) + row if left else row + [0] * (width - len(row)) for row in ids])
-    kept = padded != 0
-    entries |= {"input_ids": padded, "attention_mask": kept.long()}
+    input_ids = filled(ids, "left" if left else "right")
+    kept = input_ids != 0
+    entries |= {"input_ids": input_ids, "attention_mask": kept.long()}
     types = "mm_token_type_ids" if "image_grid_thw" in entries else kind.types
     if types is not None:
-        entries[types] = (padded == IMAGE).int()
+        entries[types] = (input_ids == IMAGE).int()
     return entries, kept
 
 
@@ -688,38 +610,6 @@ def has(value: Any) -> bool:
     return isinstance(value, torch.Tensor | np.ndarray) or value not in (None, False, ())
 
 
-def histories_of_rows(batch: dict[str, Any], sequences: Sequence[list[int]]) -> list[tuple[int, ...]]:
-    """For every row that the model computes, the tokens up to it, read from the sequence that the row comes from."""
-    if "attention_mask" in batch:
-        width = batch["input_ids"].shape[1]
-        return [tuple(sequences[n // width][: n % width + 1]) for n in range(batch["input_ids"].numel())]
-    ends = [tuple(ids[: n + 1]) for ids in sequences for n in range(len(ids))]
-    return [ends[token] for token in batch["radix"].layout.gather_indices.tolist()]
-
-
-def predictions_of(batch: dict[str, Any], sequences: Sequence[list[int]]) -> Counter[tuple[tuple[int, ...], int]]:
-    """(whole history of the predictor, label) -> its weight in the loss."""
-    rows, found = histories_of_rows(batch, sequences), Counter()
-    predictors, labels = batch["radix"].predictor_indices.tolist(), batch["shift_labels"].flatten().tolist()
-    predictors = [predictors[row] for row in batch["radix"].prediction_rows.tolist()]
-    for row, label, weight in zip(predictors, labels, batch["radix"].loss_weights.tolist(), strict=True):
-        if weight:
-            found[rows[row], label] += weight
-    return found
-
-
-def write_overflowing(folder: Path) -> Path:
-    """20 rows of tokens, of which the 8th makes its step overflow: with `on_nonfinite: skip`, one of each epoch."""
-    draw = random.Random(0)
-    path = folder / "rows.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        for number in range(20):
-            ids = [*range(40, 60), *(draw.randrange(40, 200) for _ in range(6))]
-            weights = [0.0] * 20 + [2e38 if number == 7 else 1.0] * 6
-            file.write(f"{json.dumps({'input_ids': ids, 'labels': ids, 'loss_weights': weights})}\n")
-    return path
-
-
 # Prompts of token ids as a padded batch, and what `model.generate` answers to each by itself.
 
 
@@ -727,12 +617,24 @@ GREEDY = {"do_sample": False, "pad_token_id": 0}
 WITH_LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 
 
+def filled(rows: Sequence[Sequence[int]], side: str, filler: int = 0) -> Tensor:
+    """(B, L), int64. Rows with padding on the right, on the left, or on both sides: one place on the left, the others
+    on the right.
+    """
+    length = max(map(len, rows)) + (2 if side == "both" else 0)
+    lefts = [{"right": 0, "both": 1, "left": length - len(row)}[side] for row in rows]
+    pads = [[filler] * left for left in lefts]
+    return torch.tensor([(pad + [*row] + [filler] * length)[:length] for pad, row in zip(pads, rows, strict=True)])
+
+
+def padded(rows: Sequence[Sequence[int]], side: str) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask`, (B, L)."""
+    return {"input_ids": filled(rows, side), "attention_mask": filled([[1] * len(row) for row in rows], side)}
+
+
 def batch_of(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask`, (B, L), padded on the left."""
-    longest = max(map(len, prompts))
-    ids = [[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+    """As the tokenizer of a model that generates pads them: on the left."""
+    return padded(prompts, "left")
 
 
 def generated(model: Any, prompts: Sequence[Sequence[int]], **options: Any) -> Any:

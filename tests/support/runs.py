@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from radixtrain.checkpoints.atomic import WRITTEN
-from radixtrain.checkpoints.folder import CHECKSUMS, FILES, RUN, Checkpoint, read_checkpoint, read_run, write_checkpoint
+from radixtrain.checkpoints.folder import CHECKSUMS, FILES, RUN, Checkpoint, read_checkpoint, write_checkpoint
 from radixtrain.checkpoints.resolve import newest_valid
 from radixtrain.checkpoints.tensors import digest_of_file
 from radixtrain.distributed import ranks
@@ -119,19 +119,6 @@ def steps_saved(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step=")) for path in (folder / "checkpoints").glob("step=*"))
 
 
-def num_batches(checkpoint: Path) -> int:
-    """Until a checkpoint; they are what a logger counts by."""
-    return int(read_run(checkpoint)["position"]["num_batches"])
-
-
-def conclusions(folder: Path) -> dict[str, Any]:
-    """Of the weights in `model/`, of the best ones, why the run ended, and the steps that were left out."""
-    found = summary(folder)
-    best = {key: value for key, value in (found["best"] or {}).items() if key != "path"}
-    skipped = read_run(folder / "checkpoints" / "last")["num_skipped"]
-    return {"best": best, "exported": found["exported"], "ended": found["ended"]["reason"], "num_skipped": skipped}
-
-
 def assert_nothing_left(folder: Path, *temporary: Path) -> None:
     """No lock, staging or set-aside folder in a run's folder, and nothing at all in its temporary folders."""
     hidden = [
@@ -147,7 +134,7 @@ def assert_nothing_left(folder: Path, *temporary: Path) -> None:
 # How far a run is from another that took the same steps: weights and moments by tensor, metrics by step.
 
 
-# Between two runs in float64 (`changed_runs.FLOAT64`) that add in another order: twelve steps leave 2e-14 at the most.
+# Between two runs in float64 (`processes.FLOAT64`) that add in another order: twelve steps leave 2e-14 at the most.
 BAR = 1e-10
 COMPARED_METRICS = ("loss", "eval_loss", "grad_norm")
 
@@ -258,11 +245,6 @@ class CountingTrainer:
             self.saver.between_steps(self, self.module)
             done = self.module.position.num_batches + 1
             self.module.position = Position(done, done)
-
-    def validate(self) -> None:
-        self.validating = True
-        self.saver.in_validation(self, self.module)
-        self.validating = False
 
     def fail(self, error: BaseException) -> None:
         self.saver.failed(self, self.module, error)

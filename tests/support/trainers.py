@@ -4,7 +4,6 @@ import functools
 import inspect
 import math
 import re
-import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,10 +21,8 @@ from torch.utils.data import IterableDataset
 from radixtrain import restore_model, share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of, model_inside
 from radixtrain.hf.sharing_report import SharingReport
-from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_arithmetic
-from radixtrain.verification.report import MEDIAN_FACTOR
-from tests.support.batches import IMAGE, ROWS, Kind, Row, image_batch_of, letters_of
+from tests.support.batches import ROWS, Kind, Row, filled, image_batch_of, letters_of
 from tests.support.models import tiny_qwen3
 from tests.support.steps import same_gradient
 
@@ -295,17 +292,6 @@ def gradient_distances(plain: Run, shared: Run) -> list[float]:
     return [float((one - other).norm() / one.norm()) for one, other in pairs]
 
 
-def assert_as_near(truth: list[Tensor], ordinary: list[Tensor], shared: list[Tensor]) -> None:
-    """Assert that gradients in bfloat16 are as near to the truth in float64 as ordinary ones are.
-
-    Those of several steps or models: a single one has luck, of both signs (`radixtrain.verification.report`).
-    """
-    errors = [relative_error(one, exact) for one, exact in zip(ordinary, truth, strict=True)]
-    assert min(errors) > 1e-3, f"not bfloat16: {errors}"
-    ratios = [relative_error(o, exact) / e for o, exact, e in zip(shared, truth, errors, strict=True)]
-    assert statistics.median(ratios) <= MEDIAN_FACTOR, ratios
-
-
 def assert_shared(model: Any, expected: Counts) -> None:
     """Assert that every call was shared, and that the report counts the tokens that the data have."""
     report = sharing_report(model)
@@ -382,19 +368,8 @@ def padded_batches(side: str = "right", pad: int = 0, seed: int = 0, steps: int 
 def padded(rows: list[list[int]], labels: list[list[int]], side: str, pad: int) -> Batch:
     """input_ids, attention_mask, labels: (B, L), int64. side: right, left or both."""
     masks = [[1] * len(row) for row in rows]
-    length = max(map(len, rows)) + (2 if side == "both" else 0)
     columns = {"input_ids": (rows, pad), "attention_mask": (masks, 0), "labels": (labels, IGNORED)}
-    return {
-        name: torch.tensor([fill(row, filler, length, side) for row in values])
-        for name, (values, filler) in columns.items()
-    }
-
-
-def fill(row: list[int], filler: int, length: int, side: str) -> list[int]:
-    """The row with padding up to `length` entries. both: one entry on the left, the others on the right."""
-    missing = length - len(row)
-    left = {"right": 0, "both": 1, "left": missing}[side]
-    return [filler] * left + row + [filler] * (missing - left)
+    return {name: filled(values, side, filler) for name, (values, filler) in columns.items()}
 
 
 class Stream(IterableDataset):
@@ -409,11 +384,6 @@ class Stream(IterableDataset):
 
 def without_labels(batch: Batch) -> Batch:
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-
-
-def own_loss(model: Any, batch: Batch) -> Metrics:
-    """The loss that a Hugging Face model computes from labels, in a call that says nothing about a cache."""
-    return {"loss": model(**batch).loss}
 
 
 # What trainers that generate need in tests: prompts with a common beginning, a reward, a policy, both arms.
@@ -481,37 +451,6 @@ def arguments(configuration: Callable[..., Any], folder: Path, **others: Any) ->
     """A micro-batch is a group of 4; two of them are generated together."""
     sizes = {"num_generations": GENERATIONS, "max_completion_length": MAX_COMPLETION}
     return configuration(**settings(folder, **{**sizes, **others}))
-
-
-def compare_rollouts(
-    trainer_class: type[Any],
-    args: Any,
-    folder: Path,
-    *,
-    evaluate: bool = False,
-    share_reference: bool = True,
-    make: Callable[[int], Any] = tiny_qwen3,
-    **others: Any,
-) -> Comparison:
-    """Both arms of a trainer, with the same completions.
-
-    folder: as `save_reference` returns it. make: the policy. others: further arguments of the trainer.
-    """
-    rewards: list[Reward] = []
-
-    def build(share: Share) -> Any:
-        rewards.append(reward := Reward())
-        model = share(policy_of(folder, make))
-        trainer = trainer_class(model, reward, args, prompts(), prompts().select(range(4)), tokenizer(), **others)
-        if trainer.ref_model is not None:
-            share(trainer.ref_model) if share_reference else trainer.ref_model.double()
-        return trainer
-
-    found = compare(build, evaluate=evaluate)
-    plain, shared = rewards
-    assert plain.completions == shared.completions
-    assert len(set(map(len, shared.completions))) > 1, "completions of one length need no padding"
-    return found
 
 
 # Any trainer by its name, on rows of one prompt: Hugging Face's, or one of TRL.
@@ -586,14 +525,10 @@ def same_call(model: Any, inputs: dict[str, Tensor], kept: Tensor, **options: An
     return report
 
 
-def same_model(model: Any) -> Any:
-    return model
-
-
 def check_padded(
     kind: Kind,
     rows: Sequence[Row] = ROWS,
-    change: Callable[[Any], Any] = same_model,
+    change: Callable[[Any], Any] = lambda model: model,
     left: bool = False,
     **options: Any,
 ) -> int:
@@ -609,14 +544,6 @@ def check_padded(
     return report.num_unique_tokens
 
 
-PADDED: dict[str, Callable[..., int]] = {
-    "padded on the right": check_padded,
-    "padded on the left": partial(check_padded, left=True),
-}
-
-
-WORDS = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "<image>", "<start>", "<end>", "<video>"]
-OF_IDEFICS = ["<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'image' %}IMAGE{% else %} {{ part.text }}{% endif %}{% endfor %}"
@@ -624,28 +551,6 @@ TEMPLATE = (
     "{% if m.role == 'assistant' %} <eos>{% endif %} {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 SIZE = 56  # of pictures, in pixels
-
-
-def picture(seed: int, height: int = SIZE) -> Any:
-    """Random colors in squares of 7 pixels."""
-    from PIL import Image
-
-    squares = np.random.default_rng(seed).integers(0, 256, (height // 7, SIZE // 7, 3), dtype=np.uint8)
-    return Image.fromarray(squares.repeat(7, 0).repeat(7, 1))
-
-
-def _tokenizer(**options: Any) -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = [*WORDS, *OF_IDEFICS, *(f"w{n}" for n in range(52))]
-    words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(vocabulary)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    assert vocabulary[IMAGE] == "<image>"
-    own = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    own["padding_side"] = "left"  # as TRL loads it
-    special = [*WORDS[5:], *OF_IDEFICS]
-    return PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=special, **own, **options)
 
 
 def _template(image: str = "<image>") -> str:
@@ -660,49 +565,3 @@ def llava_processor(tokenizer: Any) -> Any:
     images = LlavaImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     own = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
     return LlavaProcessor(images, tokenizer, **own, chat_template=_template())
-
-
-def idefics3() -> Any:
-    from transformers import Idefics3Processor
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
-    edges = {"size": {"longest_edge": SIZE}, "max_image_size": {"longest_edge": SIZE}}
-    images = Idefics3ImageProcessorPil(**edges, do_image_splitting=False)
-    return Idefics3Processor(images, _tokenizer(), image_seq_len=4, chat_template=_template())
-
-
-def gemma3() -> Any:
-    """A start of an image in the text stands for it, with its placeholders and its end."""
-    from transformers import Gemma3Processor
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-
-    names = {"image_token": "<image>", "boi_token": "<start>", "eoi_token": "<end>"}
-    images = Gemma3ImageProcessorPil(size={"height": SIZE, "width": SIZE})
-    return Gemma3Processor(
-        images, _tokenizer(extra_special_tokens=names), image_seq_length=16, chat_template=_template("<start>")
-    )
-
-
-def qwen(class_name: str) -> Any:
-    """Without videos, whose processor needs torchvision."""
-    import transformers
-    from transformers import ProcessorMixin
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    class WithoutVideos(getattr(transformers, class_name)):  # type: ignore[misc]
-        image_token, image_token_id, video_token, video_token_id = "<image>", IMAGE, "<video>", 8
-
-        def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str) -> None:
-            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
-
-    images = Qwen2VLImageProcessorPil(patch_size=14, min_pixels=28 * 28, max_pixels=112 * 112)
-    return WithoutVideos(images, _tokenizer(), _template("<start><image><end>"))
-
-
-PROCESSORS: dict[str, Callable[[], Any]] = {
-    "LLaVA": lambda: llava_processor(_tokenizer()),
-    "Idefics3": idefics3,
-    "Qwen2.5-VL": lambda: qwen("Qwen2_5_VLProcessor"),
-    "Qwen3-VL": lambda: qwen("Qwen3VLProcessor"),
-    "Gemma 3": gemma3,
-}

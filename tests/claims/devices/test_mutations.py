@@ -1,4 +1,4 @@
-"""The tests are tested: every mistake of `device_mutations.py` is seen after a few steps.
+"""The tests are tested: every mistake of `mutations.py` is seen after a few steps.
 
 Without one, ranks and a single process take the same steps.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.claims.devices.mutations import MUTATIONS, SPLIT_MUTATIONS
 from tests.support import cases
-from tests.support.processes import FLOAT64, MUTATIONS, SPLIT_MUTATIONS, compute_in_float64
+from tests.support.processes import FLOAT64, compute_in_float64
 from tests.support.runs import assert_same_trajectory
 
 FLAGS = {**FLOAT64, "trainer__max_steps": 6, "data__max_tokens": 48, "data__max_length": 48}

@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
+from tests.claims.devices.mutations import SHARDED_MUTATIONS
 from tests.support import FULL
 from tests.support.models import tiny_qwen3
-from tests.support.processes import SHARDED_MUTATIONS, on_ranks
+from tests.support.processes import on_ranks
 from tests.support.trainers import gathered_weights, padded_batches
 
 pytestmark = FULL

@@ -6,7 +6,7 @@ of the tower, each of which the same check must see.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,17 @@ from radixtrain.hf.padded import causes
 from radixtrain.hf.padded.causes import Causes
 from radixtrain.tree.blocks import BlockLayout
 from tests.support import cases
-from tests.support.batches import KINDS, OF_SIZES, ROWS, Row, image_batch_of
-from tests.support.trainers import PADDED, check_padded
+from tests.support.batches import KINDS, ROWS, Row, image_batch_of
+from tests.support.trainers import check_padded
+
+PADDED: dict[str, Callable[..., int]] = {
+    "padded on the right": check_padded,
+    "padded on the left": partial(check_padded, left=True),
+}
+
+
+OF_SIZES: list[Row] = [[7, "A", 8, 9], [7, "a", 8, 9], [7, "a", "A", 8], [7, "a", "A", 10, 11], [8, "B", "a", 7]]
+
 
 SIZED = [name for name, kind in KINDS.items() if kind.has_sizes]
 EITHER = pytest.mark.parametrize("check", PADDED.values(), ids=PADDED)

@@ -3,7 +3,10 @@
 That the gradient is the ordinary one is in tests/claims/equivalence/test_image_rows.py.
 """
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,9 +23,22 @@ from radixtrain.hf.padded.causes import _of_pairs
 from radixtrain.hf.pictures import _distinct
 from tests.support.batches import IMAGE, KINDS, ROWS, Kind, Row, image_batch_of, of_family, squares
 from tests.support.models import since, tiny_model
-from tests.support.renamed_transformers import renamed
 from tests.support.steps import in_float64
 from tests.support.trainers import same_call
+
+
+def renamed(module: ModuleType, names: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A copy of a module with other names everywhere, old -> new. Its classes belong to the copy."""
+    source = Path(str(module.__file__)).read_text(encoding="utf-8")
+    for old, new in names.items():
+        assert old in source, f"{module.__name__} has no {old!r}"
+        source = source.replace(old, new)
+    copy = ModuleType(f"{module.__name__}_renamed")
+    copy.__package__, copy.__file__ = module.__package__, module.__file__
+    monkeypatch.setitem(sys.modules, copy.__name__, copy)
+    exec(compile(source, str(module.__file__), "exec"), vars(copy))
+    return copy
+
 
 BAR = 1e-12
 IMAGES = {"image_outputs", "image_hidden_states", "image_pooler_output"}  # outputs; since 5.24, before that features

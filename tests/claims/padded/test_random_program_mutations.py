@@ -15,8 +15,8 @@ from radixtrain.hf.padded import row_functions, spread, spread_rows
 from radixtrain.hf.padded.row_functions import RULES
 from radixtrain.hf.padded.spread import Modes, Spread
 from radixtrain.hf.padded.spread_rows import READ, SpreadRows
+from tests.claims.padded.random_programs import BATCH, PADDED, compare, program, tiny_pair
 from tests.support import cases
-from tests.support.steps import BATCH, PADDED, compare, program, tiny_pair
 
 pytestmark = pytest.mark.usefixtures("without_the_trial")
 

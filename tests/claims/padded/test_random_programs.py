@@ -7,8 +7,18 @@ import pytest
 import torch
 
 from radixtrain import sharing_report
+from tests.claims.padded.random_programs import (
+    BATCH,
+    LOSSES,
+    PADDED,
+    Run,
+    compare,
+    difference,
+    note,
+    program,
+    tiny_pair,
+)
 from tests.support import cases
-from tests.support.steps import BATCH, LOSSES, PADDED, Run, compare, difference, note, program, tiny_pair
 
 BLOCK = 100
 BLOCKS = {"float64": 6, "autocast": 1, "padded": 1}  # of 100 programs, in `make test`

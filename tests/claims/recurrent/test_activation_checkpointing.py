@@ -18,7 +18,9 @@ from radixtrain.verification.oracle import (
     ordinary_one_by_one,
     radix_batch,
 )
-from tests.support.steps import FEATURES, ONE_KIND, OTHERS, PROMPT, Build, assert_exact, batch_of, same
+from tests.support.steps import FEATURES, ONE_KIND, PROMPT, Build, assert_exact, batch_of, same
+
+OTHERS = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in ([5, 4, 3, 2, 7, 1], [5, 4, 3, 2, 7, 9, 9], [5, 6])]
 
 
 def gradients_by_stock_names(model: Any) -> Any:

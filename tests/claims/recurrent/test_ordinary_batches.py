@@ -8,8 +8,9 @@ import torch
 
 from radixtrain import share_prefixes
 from tests.support import cases
+from tests.support.batches import padded
 from tests.support.models import since
-from tests.support.steps import ONE_KIND, PROMPT, ROWS, Build, batch_of, mixers_in, padded
+from tests.support.steps import ONE_KIND, PROMPT, ROWS, Build, batch_of, mixers_in
 
 UNSHARED: dict[str, Any] = {"min_ratio": 100.0}
 HOOKS_INSIDE = "checkpointing runs the hooks of a layer too, and they end only with an Exception"

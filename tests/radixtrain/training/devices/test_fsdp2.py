@@ -2,11 +2,15 @@
 
 import errno
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from radixtrain.checkpoints.folder import read_checkpoint
@@ -19,15 +23,31 @@ from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.share import share_prefixes
+from radixtrain.settings.sections import TrainerSettings
+from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
+from radixtrain.training.devices.fabric import Sharded
 from radixtrain.training.devices.fsdp2 import check_shardable, shard
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite, nonfinite_weight
 from radixtrain.training.fault_tolerance.run_state import load_weights
+from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
+from radixtrain.training.fault_tolerance.signals import Requests
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.model_folder import save_hf_folder
+from radixtrain.training.results.record import Record
 from tests.support import FULL
-from tests.support.loops import loop_on
 from tests.support.processes import on_ranks
+
+
+def loop_on(count: int = 1, strategy: str = "ddp", **settings: Any) -> Loop:
+    """On the CPU; on as many ranks, which have met. settings: of `trainer`."""
+    kind = Sharded if strategy == "fsdp2" else DDPStrategy
+    several: dict[str, Any] = {"strategy": kind(timeout=timedelta(minutes=5)), "devices": count} if count > 1 else {}
+    fabric = Fabric(accelerator="cpu", **{"devices": 1, **several})
+    folder = Path(mkdtemp())
+    record = Record(folder, SaveCheckpoints(folder / "checkpoints", Requests(folder), is_enabled=False))
+    given = TrainerSettings(**{"enable_progress_bar": False, **settings})
+    return Loop(fabric, given, folder, [], EvaluateGeneration(), {}, record=record)
 
 
 @pytest.fixture

@@ -1,0 +1,477 @@
+"""Random programs on hidden states and logits: with `share_prefixes` each ends as with the untouched model beside it.
+
+A program is up to six steps, each of which takes one of the tensors so far: a view, a copy, a function, a change in
+place, a reader, a hook, a loss; some under `no_grad`, `inference_mode` or autocast. Compared are what readers read,
+dtypes and strides, the loss, every gradient, and the kind of an error.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from radixtrain import share_prefixes
+from radixtrain.errors import UserError
+from tests.support.models import tiny_model
+
+V = 11
+IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 5], [7, 8, 9, 5, 3, 2], [7, 8, 9, 5, 6, 4]])
+BATCH = {"input_ids": IDS}
+MASK = torch.arange(6) < torch.tensor([[6], [5], [4], [6]])
+PADDED = {"input_ids": IDS * MASK, "attention_mask": MASK.long()}
+
+
+@dataclass
+class Run:
+    """A program as it runs on one model. held: what a step may take. read: what is compared beside the gradients."""
+
+    model: Any
+    batch: dict[str, Tensor]
+    held: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    read: list[Any] = field(default_factory=list)
+    watched: list[Tensor] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def keep(self, *tensors: Tensor) -> None:
+        self.held.extend(each for each in tensors if isinstance(each, Tensor))
+
+
+Step = Callable[[Run, Tensor, Random], Any]
+
+
+def is_token(shape: Sequence[int]) -> Tensor:
+    """Which places are tokens, of a shape that has all of the batch; else all are."""
+    return MASK.reshape(shape) if torch.Size(shape).numel() == MASK.numel() else torch.ones(shape, dtype=torch.bool)
+
+
+def labels_for(x: Tensor) -> Tensor:
+    """A label for each row, every third of which does not count."""
+    shape = x.shape[:-1]
+    number = torch.arange(shape.numel()).view(shape)
+    return (number * 5 % x.shape[-1]).masked_fill((number % 3 == 1) | ~is_token(shape), -100)
+
+
+def tokens_for(x: Tensor) -> Tensor:
+    return labels_for(x).clamp(min=0)[..., None]
+
+
+def factor_for(x: Tensor) -> Tensor:
+    """Other numbers at each place, so that no gradient is the same at two; 0 at padding."""
+    found = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view(x.shape)
+    if x.numel() == MASK.numel():
+        return found * is_token(x.shape)
+    return found * is_token(x.shape[:-1])[..., None] if x.ndim else found
+
+
+# What a step gives is held for later ones.
+
+VIEWS: dict[str, Step] = {
+    "x[:, 1:]": lambda run, x, rng: x[:, 1:],
+    "x[:, :-1]": lambda run, x, rng: x[:, :-1],
+    "x[..., :-1, :]": lambda run, x, rng: x[..., :-1, :],
+    "x[n]": lambda run, x, rng: x[rng.randrange(4)],
+    "x[None]": lambda run, x, rng: x[None],
+    "x[..., :3]": lambda run, x, rng: x[..., :3],
+    "x[:, ::2]": lambda run, x, rng: x[:, ::2],
+    "view(-1, W)": lambda run, x, rng: x.view(-1, x.shape[-1]),
+    "flatten(0, 1)": lambda run, x, rng: x.flatten(0, 1),
+    "transpose": lambda run, x, rng: x.transpose(0, 1),
+    "expand": lambda run, x, rng: x[:1].expand(3, *x.shape[1:]),
+    "iter": lambda run, x, rng: [*x][rng.randrange(2)],
+    "unbind": lambda run, x, rng: x.unbind(0)[0],
+    "split": lambda run, x, rng: x.split(2)[rng.randrange(2)],
+    "detach": lambda run, x, rng: x.detach(),
+    "data": lambda run, x, rng: x.data,
+    "alias": lambda run, x, rng: x,
+}
+COPIES: dict[str, Step] = {
+    "contiguous": lambda run, x, rng: x.contiguous(),
+    "clone": lambda run, x, rng: x.clone(),
+    "reshape": lambda run, x, rng: x.reshape(-1, x.shape[-1]),
+    "reshape shifted": lambda run, x, rng: x[:, :-1].reshape(-1, x.shape[-1]),
+    "contiguous shifted": lambda run, x, rng: x[..., :-1, :].contiguous(),
+    "float": lambda run, x, rng: x.float(),
+    "double": lambda run, x, rng: x.double(),
+    "to": lambda run, x, rng: x.to(torch.float32),
+    "mask": lambda run, x, rng: x[labels_for(x) != -100],
+    "cat": lambda run, x, rng: torch.cat([x, x]),
+    "deepcopy": lambda run, x, rng: copy.deepcopy(x),
+}
+FUNCTIONS: dict[str, Step] = {
+    "head": lambda run, x, rng: run.model.lm_head(x),
+    "temperature": lambda run, x, rng: x / 0.7,
+    "scale": lambda run, x, rng: 1.5 * x,
+    "softcap": lambda run, x, rng: torch.tanh(x / 2) * 2,
+    "log_softmax": lambda run, x, rng: x.log_softmax(-1),
+    "F.log_softmax": lambda run, x, rng: functional.log_softmax(x, dim=-1),
+    "log_softmax in float64": lambda run, x, rng: x.log_softmax(-1, dtype=torch.float64),
+    "softmax": lambda run, x, rng: torch.softmax(x, dim=-1),
+    "softmax of places": lambda run, x, rng: x.softmax(0),
+    "times a tensor": lambda run, x, rng: x * factor_for(x),
+    "square": lambda run, x, rng: x * x,
+    "where": lambda run, x, rng: torch.where(factor_for(x) > 1.2, x, x.detach()),
+    "a function": lambda run, x, rng: Doubled.apply(x),
+    "the same": lambda run, x, rng: Same.apply(x),
+    "checkpoint head": lambda run, x, rng: checkpoint(run.model.lm_head, x, use_reentrant=rng.random() < 0.5),
+    "checkpoint": lambda run, x, rng: checkpoint(lambda y: (y / 3).softmax(-1), x, use_reentrant=rng.random() < 0.5),
+    "vmap": lambda run, x, rng: torch.func.vmap(lambda row: row * 2)(x),
+}
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2 + 0 * ctx.saved_tensors[0]
+
+
+class Same(torch.autograd.Function):
+    """Returns what it gets, with another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 0.5
+
+
+class Changed(torch.autograd.Function):
+    """Changes its argument in place, with a gradient of its own. by_alias: through another tensor of its memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by_alias: bool) -> Tensor:
+        ctx.mark_dirty(x)
+        (x.detach() if by_alias else x).mul_(2.0)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return 1.5 * grad, None
+
+
+def plus(x: Tensor, y: Tensor) -> Tensor:
+    x += 0.3 * y.detach().reshape(x.shape)
+    return x
+
+
+IN_PLACE: dict[str, Step] = {
+    "+=": lambda run, x, rng: plus(x, run.held[0]),
+    "mul_ by places": lambda run, x, rng: x.mul_(factor_for(x)),
+    "clamp_": lambda run, x, rng: x.clamp_(-0.5, 0.5),
+    "x[0] = 0": lambda run, x, rng: x.__setitem__(0, 0.0),
+    "x[:, 1:] *= 2": lambda run, x, rng: x[:, 1:].mul_(2.0),
+    "data.mul_": lambda run, x, rng: x.data.mul_(0.5),
+    "data =": lambda run, x, rng: setattr(x, "data", x.data * 0.5),
+    "out=": lambda run, x, rng: torch.mul(x.detach(), 2.0, out=x.detach()),
+    "numpy": lambda run, x, rng: np.multiply(x.detach().numpy(), 0.5, out=x.detach().numpy()),
+    "no_grad": lambda run, x, rng: torch.no_grad()(x.mul_)(0.5),
+    "a function": lambda run, x, rng: Changed.apply(x, rng.random() < 0.5),
+    "a function, a view": lambda run, x, rng: Changed.apply(x[:, 1:], rng.random() < 0.5),
+}
+
+
+# torch does not notice these. After a function that saved its input, the ordinary gradient would be wrong.
+SILENT = {"data.mul_", "data =", "numpy"}
+
+
+def note(run: Run, *values: Any) -> None:
+    run.read.extend(each.detach().clone() if isinstance(each, Tensor) else each for each in values)
+
+
+READERS: dict[str, Step] = {
+    "item": lambda run, x, rng: note(run, x.mean().item(), x.max().item()),
+    "values": lambda run, x, rng: note(run, x),
+    "sum": lambda run, x, rng: note(run, x.sum(-1), x.logsumexp(-1)),
+    "numpy": lambda run, x, rng: note(run, torch.from_numpy(x.detach().numpy().copy())),
+    "pickle": lambda run, x, rng: note(run, pickle.loads(pickle.dumps(x.detach()))),
+    "dtype": lambda run, x, rng: note(run, x.dtype, x.shape, x.requires_grad, x.is_leaf),
+    "layout": lambda run, x, rng: note(run, x.stride(), x.is_contiguous(), x.storage_offset()),
+    "version": lambda run, x, rng: note(run, x._version, x.is_inference(), x.grad_fn is None),
+    "memory": lambda run, x, rng: note(run, [x.data_ptr() == each.data_ptr() for each in run.held]),
+    "entropy": lambda run, x, rng: note(run, entropy(x)),
+    "func.grad": lambda run, x, rng: note(run, torch.func.grad(lambda w: (x.detach() * w).sum())(torch.ones(()).to(x))),
+}
+
+
+def entropy(x: Tensor) -> Tensor:
+    """As TRL has it."""
+    parts = []
+    for chunk in x.reshape(-1, x.shape[-1]).split(5, dim=0):
+        logprobs = functional.log_softmax(chunk, dim=-1)
+        parts.append(-(torch.exp(logprobs) * logprobs).sum(-1))
+    return torch.cat(parts).reshape(x.shape[:-1])
+
+
+def selected(x: Tensor) -> Tensor:
+    """As TRL has it."""
+    found = torch.gather(x, dim=-1, index=tokens_for(x))
+    sums = torch.stack([torch.logsumexp(row, dim=-1) for row in x])
+    return (found - sums.unsqueeze(-1)).squeeze(-1)
+
+
+def cross_entropy(x: Tensor, **options: Any) -> Tensor:
+    return functional.cross_entropy(x.reshape(-1, x.shape[-1]), labels_for(x).reshape(-1), **options)
+
+
+def of_each(values: Tensor) -> Tensor:
+    """A number that each of them has another part in."""
+    return (values * factor_for(values)).sum()
+
+
+def per_row(x: Tensor) -> Tensor:
+    return torch.stack([cross_entropy(row) * (n + 1) for n, row in enumerate(x)]).mean()
+
+
+def divergence(x: Tensor, y: Tensor) -> Tensor:
+    return functional.kl_div(x.log_softmax(-1), y.detach().reshape(x.shape).softmax(-1), reduction="sum")
+
+
+LOSSES: dict[str, Step] = {
+    "mean": lambda run, x, rng: cross_entropy(x),
+    "sum": lambda run, x, rng: cross_entropy(x, reduction="sum") / 7,
+    "none": lambda run, x, rng: of_each(cross_entropy(x, reduction="none")),
+    "smoothed": lambda run, x, rng: cross_entropy(x, label_smoothing=0.1),
+    "ignored": lambda run, x, rng: cross_entropy(x, ignore_index=5),
+    "weighted": lambda run, x, rng: cross_entropy(x, weight=torch.linspace(1, 2, x.shape[-1]).to(x.dtype)),
+    "shifted": lambda run, x, rng: cross_entropy(x[..., :-1, :].contiguous()),
+    "by axis": lambda run, x, rng: functional.cross_entropy(x.mT, labels_for(x)),
+    "per row": lambda run, x, rng: per_row(x),
+    "z": lambda run, x, rng: of_each(x.logsumexp(-1).square()),
+    "z keepdim": lambda run, x, rng: x.logsumexp(-1, keepdim=True).square().mean(),
+    "entropy": lambda run, x, rng: of_each(entropy(x)),
+    "divergence": lambda run, x, rng: divergence(x, run.held[0] if run.held[0].shape == x.shape else x / 2),
+    "gather": lambda run, x, rng: of_each(x.log_softmax(-1).gather(-1, tokens_for(x))),
+    "selected": lambda run, x, rng: of_each(selected(x)),
+    "masked": lambda run, x, rng: x[labels_for(x) != -100].square().mean(),
+    "squares": lambda run, x, rng: of_each(x.square()),
+    "checkpoint": lambda run, x, rng: checkpoint(cross_entropy, x, use_reentrant=rng.random() < 0.5),
+    "checkpoint z": lambda run, x, rng: checkpoint(
+        lambda y: of_each(y.logsumexp(-1)), x, use_reentrant=rng.random() < 0.5
+    ),
+    "labels": lambda run, x, rng: run.model(**run.batch, labels=IDS.masked_fill(~MASK, -100)).loss,
+}
+
+
+def watch(run: Run, x: Tensor) -> None:
+    x.retain_grad()
+    run.watched.append(x)
+
+
+def of_node(run: Run, x: Tensor) -> None:
+    x.grad_fn.register_prehook(lambda grads: tuple(grad * 2 for grad in grads))  # type: ignore[union-attr]
+
+
+def count(run: Run, x: Tensor) -> None:
+    """How often a hook is called that does not look at the gradient, as those of FSDP and DeepSpeed."""
+
+    def hook(grad: Tensor) -> Tensor:
+        num_calls.add_(grad.ndim == x.ndim)
+        return grad
+
+    num_calls = torch.zeros(())
+    run.read.append(num_calls)
+    x.register_hook(hook)
+
+
+GRADIENTS: dict[str, Step] = {
+    "count": lambda run, x, rng: count(run, x),
+    "hook": lambda run, x, rng: x.register_hook(lambda grad: grad * factor_for(grad)),
+    "retain_grad": lambda run, x, rng: watch(run, x),
+    "prehook": lambda run, x, rng: of_node(run, x),
+    "tensor hook, removed": lambda run, x, rng: x.register_hook(lambda grad: grad * 3).remove(),
+    "autograd.grad": lambda run, x, rng: note(run, *torch.autograd.grad(sum(run.losses), x, retain_graph=True)),
+}
+KINDS: dict[str, tuple[dict[str, Step], int]] = {
+    "view": (VIEWS, 6),
+    "copy": (COPIES, 3),
+    "function": (FUNCTIONS, 4),
+    "in place": (IN_PLACE, 3),
+    "reader": (READERS, 3),
+    "gradient": (GRADIENTS, 1),
+    "loss": (LOSSES, 4),
+}
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step of a program. pick: which of the tensors that are held, from the last one."""
+
+    kind: str
+    name: str
+    pick: int
+    context: str
+    seed: int
+
+    def run(self, run: Run) -> None:
+        x = run.held[-1 - self.pick % len(run.held)]
+        with CONTEXTS[self.context]():
+            found = KINDS[self.kind][0][self.name](run, x, Random(self.seed))
+        if self.kind == "loss":
+            run.losses.append(found)
+        elif self.kind in ("view", "copy", "function"):
+            run.keep(found)
+
+
+Program = tuple[str, list[Line]]
+
+
+def hidden_of(run: Run) -> Tensor:
+    """Without autocast, so that only what a program does itself is rounded to bfloat16."""
+    with torch.autocast("cpu", enabled=False):
+        found: Tensor = run.model.model(**run.batch).last_hidden_state
+    return found
+
+
+START: dict[str, Callable[[Run], Tensor]] = {
+    "logits": lambda run: run.model.lm_head(hidden_of(run)),
+    "hidden": hidden_of,
+    "hidden, frozen head": hidden_of,
+}
+
+
+def program(rng: Random, kind: str = "float64") -> Program:
+    """A start, and up to six lines, the last of which is a loss."""
+    kinds, weights = [*KINDS], [weight for _, weight in KINDS.values()]
+    chosen = [*rng.choices(kinds, weights, k=rng.randrange(6)), "loss"]
+    start = rng.choices([*START], [8, 2, 2])[0]
+    lines = [line(rng, each) for each in chosen]
+    head = [] if start == "logits" else [Line("function", "head", 0, "", 0)]
+    return start, allowed([*lines[: len(lines) // 2], *head, *lines[len(lines) // 2 :]], kind)
+
+
+def allowed(lines: list[Line], kind: str) -> list[Line]:
+    """Those of which something is known.
+
+    Of a silent change after a function, torch makes something itself. It crashes (2.13) if a hook is registered on a
+    view after the tensor that it shows was changed in place. Only a gradient shows what is read of padding.
+    """
+    kept: list[Line] = []
+    for each in lines:
+        before = [one.kind for one in kept]
+        is_silent = each.name in SILENT and {"function", "loss"} & {*before}
+        on_changed = each.kind == "gradient" and "view" in before and "in place" in before
+        of_padding = (
+            each.kind in ("reader", "gradient")
+            or each.context
+            or each.name in ("detach", "data", "where", "+=", "clamp_")
+        )
+        mixed = each.name == "labels" and "autocast" in (each.context, kind)
+        if not (is_silent or on_changed or mixed or (kind == "padded" and of_padding)):
+            kept.append(each)
+    return kept
+
+
+def line(rng: Random, kind: str) -> Line:
+    usual = {"reader": [4, 2, 2, 1], "loss": [12, 1, 1, 2]}.get(kind, [12, 2, 1, 1])
+    context = rng.choices([*CONTEXTS], usual)[0]
+    return Line(kind, rng.choice([*KINDS[kind][0]]), rng.choice([0, 0, 0, 1, 1, 2, 3, 5]), context, rng.randrange(99))
+
+
+def run_program(model: Any, program: Program, batch: dict[str, Tensor], context: str = "") -> Run:
+    """The program to its end or its error, and the gradient of the sum of its losses."""
+    start, lines = program
+    run = Run(model, batch)
+    model.zero_grad(set_to_none=True)
+    model.lm_head.weight.requires_grad_("frozen" not in start)
+    try:
+        with CONTEXTS[context]():
+            run.keep(START[start](run))
+            for each in lines:
+                each.run(run)
+            note(run, *(each.dtype for each in (*run.held, *run.losses)))
+        if "attention_mask" not in batch:  # a value may be read of padding, but no gradient given to it
+            note(run, *run.losses)
+        total = sum(loss.double() for loss in run.losses if loss.requires_grad)
+        if isinstance(total, Tensor):
+            total.backward()
+    except Exception as error:
+        found = error.__cause__ if isinstance(error, SystemError) else error  # raised while torch looked at an argument
+        run.error = found and found.with_traceback(None)  # whose frames would keep the hooks of a checkpoint in place
+    note(run, *(each.grad for each in run.watched))
+    note(run, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None] or [torch.zeros(1)]))
+    return run
+
+
+def difference(ordinary: Run, shared: Run, bar: float) -> str:
+    """How the two end differently; empty if they do not."""
+    errors = ordinary.error, shared.error
+    if shared.error is None and "has been modified" in str(ordinary.error):
+        return ""  # here the backward pass reads rows of before the change, which is right
+    if not any(isinstance(one, type(other)) for one, other in (errors, errors[::-1])):
+        return f"{errors[0]!r} is {errors[1]!r}"
+    if len(ordinary.read) != len(shared.read):
+        return f"{len(ordinary.read)} values are {len(shared.read)}"
+    for one, other in zip(ordinary.read, shared.read, strict=True):
+        if not isinstance(one, Tensor | float):
+            found = "" if one == other else f"{one} is {other}"
+        else:
+            found = difference_of(torch.as_tensor(one), torch.as_tensor(other), bar)
+        if found:
+            return found
+    return ""
+
+
+def difference_of(one: Tensor, other: Tensor, bar: float) -> str:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return f"{one.dtype} {one.shape} is {other.dtype} {other.shape}"
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return "what is finite"
+    values = [each.masked_fill(~each.isfinite(), 0.0).double() for each in (one, other)]
+    error, scale = (values[0] - values[1]).norm(), values[0].norm().clamp(min=1.0)
+    return "" if error <= bar * scale else f"off by {float(error)} of {float(scale)}"
+
+
+def bar_of(program: Program, context: str = "") -> float:
+    """Of what casts to fewer bits, some units of them may be rounded otherwise: 16 of bfloat16."""
+    if "autocast" in {context, *(each.context for each in program[1])}:
+        return 2**-4
+    return 1e-5 if {"float", "to", "labels"} & {each.name for each in program[1]} else 1e-12
+
+
+def may_refuse(program: Program, error: BaseException | None, is_padded: bool) -> bool:
+    """Whether a refusal is one of these: a gradient that is wanted late, padding."""
+    if "gradient at each place" in str(error):
+        lines = [*enumerate(program[1])]
+        reads = [n for n, line in lines if line.kind in ("function", "copy", "loss") or line.name == "sum"]
+        wants = [n for n, line in lines if line.kind == "gradient" or line.name == "version"]
+        return bool(reads and wants) and min(reads) < max(wants)
+    return is_padded and "attention_mask hides" in str(error)
+
+
+def compare(pair: tuple[Any, Any], program: Program, batch: dict[str, Tensor], context: str = "") -> str:
+    """How they differ; "refused" for what may be refused."""
+    ordinary, shared = (run_program(model, program, batch, context) for model in pair)
+    if isinstance(shared.error, UserError) and may_refuse(program, shared.error, "attention_mask" in batch):
+        return "refused"
+    return difference(ordinary, shared, bar_of(program, context))
+
+
+def tiny_pair(dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
+    """An OPT, whose arithmetic is that of its weights throughout: untouched, and shared."""
+    sizes = {"vocab_size": V, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "num_hidden_layers": 1}
+    models = [tiny_model("OPTForCausalLM", **sizes, num_attention_heads=2).to(dtype).train() for _ in range(2)]
+    for model in models:
+        model.config.use_cache = False
+    return models[0], share_prefixes(models[1], min_ratio=0.0)
