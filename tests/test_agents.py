@@ -175,9 +175,11 @@ print("DTYPES", dtypes, {DTYPES})
 def test_the_check_of_equality_runs(
     bfloat16_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from datasets import Dataset
+
     load = AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: load(bfloat16_model))
-    exec(compile(VERIFY, "AGENTS.md", "exec"), {"AutoModelForCausalLM": AutoModelForCausalLM, "rows": ROWS})
+    exec(compile(VERIFY, "AGENTS.md", "exec"), {"rows": Dataset.from_list(ROWS)})
     assert "equal" in capsys.readouterr().out
 
 

@@ -218,16 +218,18 @@ def test_a_log_is_converted_whole_or_refused(
 
 
 @FULL
-def test_the_program_trains_every_turn(shop: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", [RUNS, "docs/one-prompt.md"])
+def test_the_program_of_a_task_trains(page: str, shop: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With each turn of a run as a row, or on rows of its own."""
     pytest.importorskip("trl", reason="the program is for TRL's trainer: pip install trl")
-    [code] = re.findall(r"^```python\n(.*?)^```", read(RUNS), re.M | re.S)
+    [code] = re.findall(r"^```python\n(.*?)^```", read(page), re.M | re.S)
     monkeypatch.chdir(tmp_path)
     run = [{"role": role, "content": f"Shelf {number}."} for number in range(3) for role in ("user", "assistant")]
     Path("runs.jsonl").write_text(f"{json.dumps({'messages': run})}\n" * 4, encoding="utf-8")
     short = 'max_steps=1, logging_steps=1, use_cpu=True, report_to="none", save_strategy="no", output_dir='
     names: dict[str, Any] = {}
     exec(code.replace("output_dir=", short).replace("Qwen/Qwen3-0.6B", str(shop / "model")), names)
-    assert [len(row["prompt"]) for row in names["rows"]] == [1, 3, 5] * 4
+    assert [len(row["prompt"]) for row in names["rows"]] == ([1, 3, 5] if page == RUNS else [2]) * 4
     assert names["trainer"].state.log_history[0]["r"] > 3
 
 
