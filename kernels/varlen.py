@@ -70,7 +70,7 @@ PACKAGES = {
 class KernelCall:
     """What a kernel has to take.
 
-    softcap, window, sinks: whether scores are soft-capped, a sliding window binds, heads have sinks.
+    softcap, window: whether scores are soft-capped, a sliding window binds.
     """
 
     device: torch.device
@@ -78,7 +78,6 @@ class KernelCall:
     head_dim: int
     softcap: bool = False
     window: bool = False
-    sinks: bool = False
 
 
 def varlen_kernel(name: str, device: torch.device) -> VarlenKernel:
