@@ -17,8 +17,11 @@ above holds for out' and lse', and `ds_n = -sum_q exp(s_n - lse') delta`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +90,8 @@ class _Routed(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         refuse_batched(dout)
-        return *route_backward(dout, *ctx.saved_tensors, ctx.route), None
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        return *route_backward(dout, q, k, v, sinks, out, lse, ctx.route), None
 
 
 def route_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
@@ -136,8 +140,8 @@ def attention_in_pieces(
     """
     first, *rest = route.pieces
     own = route.kernel.forward(q_UNH, k_JKH, v_JKH, first.ragged, route.scoring)
-    keys = k_JKH, v_JKH
-    return merged_pieces(q_UNH, own, [(piece, keys) for piece in rest], route.kernel, route.scoring, sinks_N)
+    calls = [*zip(rest, repeat((k_JKH, v_JKH)), strict=False)]
+    return merged_pieces(q_UNH, own, calls, route.kernel, route.scoring, sinks_N)
 
 
 def _backward_in_pieces(
@@ -151,14 +155,14 @@ def _backward_in_pieces(
     totals = [grad.to(wide) for grad in grads]
     unlimited = route.scoring.without_window
     for piece in rest:
-        of_q, of_k = piece.q_rows, piece.k_rows
-        dout_piece, q_piece, out_piece = (rows_of(x, of_q) for x in (dout, q, out))
-        keys, lse_piece = (rows_of(k, of_k), rows_of(v, of_k)), rows_of(lse.t(), of_q).t()
-        shares = route.kernel.backward(dout_piece, q_piece, *keys, out_piece, lse_piece, piece.ragged, unlimited)
-        for total, rows, share in zip(totals, (of_q, of_k, of_k), shares, strict=True):
+        dout_piece, q_piece, out_piece, lse_piece = rows_of(piece.q_rows, dout, q, out, lse.t())
+        k_piece, v_piece = rows_of(piece.k_rows, k, v)
+        of_piece = dout_piece, q_piece, k_piece, v_piece, out_piece, lse_piece.t()
+        shares = route.kernel.backward(*of_piece, piece.ragged, unlimited)
+        for total, rows, share in zip(totals, (piece.q_rows, piece.k_rows, piece.k_rows), shares, strict=True):
             _add(total, rows, share)
-    dq, dk, dv = (total.to(q.dtype) for total in totals)
-    return dq, dk, dv
+    dq, dk, dv = totals
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
 def merged_pieces(
@@ -178,9 +182,9 @@ def merged_pieces(
     out, lse = first
     # One merge computes in float32 and rounds once, whatever `out` is. Between several, nothing is rounded.
     merged = out.to(lse.dtype) if len(rest) + (sinks_N is not None) > 1 else out
-    for piece, (k, v) in rest:
-        heads = rows_of(q_UNH, piece.q_rows), rows_of(k, piece.k_rows), rows_of(v, piece.k_rows)
-        merge_piece(merged, lse, piece.q_rows, *kernel.forward(*heads, piece.ragged, scoring.without_window))
+    for piece, keys in rest:
+        (q,), (k, v) = rows_of(piece.q_rows, q_UNH), rows_of(piece.k_rows, *keys)
+        merge_piece(merged, lse, piece.q_rows, *kernel.forward(q, k, v, piece.ragged, scoring.without_window))
     if sinks_N is not None:
         merge_sinks(merged, lse, sinks_N)
     return merged.to(q_UNH.dtype), lse
@@ -203,8 +207,11 @@ def _sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Te
     return -(torch.exp(sinks[:, None].to(lse.dtype) - lse) * delta_NU).sum(1).to(sinks.dtype)
 
 
-def rows_of(x: Tensor, rows: Rows) -> Tensor:
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+def rows_of(rows: Rows, *tensors: Tensor) -> Iterator[Tensor]:
+    """Yield these rows of each tensor."""
+    take: Callable[[Tensor], Tensor]
+    take = itemgetter(rows) if isinstance(rows, slice) else partial(torch.index_select, dim=0, index=rows)
+    return map(take, tensors)
 
 
 def _add(total: Tensor, rows: Rows, share: Tensor) -> None:

@@ -278,15 +278,21 @@ def radix_attention(ordinary: Attention) -> Attention:
                 f"{name_of(module)} gives its attention more than a mask by position; {TRAIN_WITHOUT_SHARING}"
             )
         heads = query, key, value
-        if torch.compiler.is_compiling() and call.in_graph and is_empty(attention_mask) and not scales(module):
-            return _attend_in_graph(call, module, heads, attention_mask, kwargs, ordinary)
-        return _attend(call, module, heads, attention_mask, kwargs, ordinary)
+        if torch.compiler.is_compiling():
+            is_in_graph = call.in_graph and is_empty(attention_mask) and not scales(module)
+            attend = _attend_in_graph if is_in_graph else _attend_beside_graph
+            return attend(call, module, heads, attention_mask, kwargs, ordinary)
+        try:
+            return _attend(call, module, heads, attention_mask, kwargs, ordinary)
+        except Exception:
+            with saying_what_was_tested():  # as a decorator it would be nine calls of Python in every layer
+                raise
 
     return attention
 
 
 def _attend_in_graph(
-    call: Call, layer: nn.Module, heads: Heads, mask: Tensor, options: Mapping[str, Any], ordinary: Attention
+    call: Call, layer: nn.Module, heads: Heads, mask: Any, options: Mapping[str, Any], ordinary: Attention
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer in a compiled graph, which holds no number of the tree."""
     _check_options(layer, options, ordinary)
@@ -301,17 +307,21 @@ def _attended(
     options: Mapping[str, Any],
     both_ways: bool,
 ) -> tuple[Tensor, None]:
-    query, _, value = heads
-    scaling = options.get("scaling")
+    scored, valued, scaling = heads[0].shape[-1], heads[2].shape[-1], options.get("scaling")
+    if torch.is_autocast_enabled(heads[0].device.type):
+        heads = _as_autocast(*heads)
+    if scored != valued:
+        heads = _of_one_head_dim(*heads)
+    query, key, value = heads
     out_UNH = call.attend(
-        _of_one_head_dim(*[_as_autocast(x[0]).transpose(0, 1) for x in heads]),
+        (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)),
         window,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,  # of the head dim before padding
+        scale=scored**-0.5 if scaling is None else scaling,
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),
         both_ways=both_ways,
     )
-    return out_UNH[None, ..., : value.shape[-1]].contiguous(), None  # as `sdpa` of Hugging Face: JetMoE makes a view
+    return out_UNH[None, ..., :valued].contiguous(), None  # as `sdpa` of Hugging Face: JetMoE makes a view
 
 
 def _call_of(module: nn.Module, attention_mask: object, kwargs: Mapping[str, Any]) -> Call | None:
@@ -337,8 +347,6 @@ def _call_of(module: nn.Module, attention_mask: object, kwargs: Mapping[str, Any
     return call
 
 
-@torch.compiler.disable  # it counts the layers, and reads what a graph cannot
-@saying_what_was_tested()
 def _attend(
     call: Call,
     layer: nn.Module,
@@ -350,12 +358,13 @@ def _attend(
     """Compute the attention of one layer, by its call. options: what Hugging Face's layers pass by keyword."""
     _check_options(layer, options, ordinary)
     argument, longest = options.get("sliding_window"), call.layout.max_seqlen
-    obeys_argument = ordinary is flash_attention_forward
-    window = window_of(layer, attention_mask, argument, longest, call.window_may_bind, obeys_argument)
-    written = on_mask(attention_mask)
+    obeys_argument, written = ordinary is flash_attention_forward, on_mask(attention_mask)
+    window = window_of(layer, attention_mask, written, argument, longest, call.window_may_bind, obeys_argument)
     both_ways = written is not None and written.both_ways
+    if scales(layer):
+        heads = at_own_places(layer, heads[0], call), *heads[1:]
     try:
-        attended = _attended(call, (at_own_places(layer, heads[0], call), *heads[1:]), window, options, both_ways)
+        attended = _attended(call, heads, window, options, both_ways)
     except UserError as error:  # this layer cannot do what was requested
         why = f" attends to the last {window} tokens, and this batch has a sequence of {longest}" if window else ""
         raise UserError(f"{name_of(layer)}{why}: {error}") from None
@@ -365,14 +374,18 @@ def _attend(
     return attended
 
 
-def _as_autocast(x: Tensor) -> Tensor:
+# It counts the layers, and reads what a graph cannot.
+_attend_beside_graph = torch.compiler.disable(saying_what_was_tested()(_attend))
+
+
+def _as_autocast(*heads: Tensor) -> Heads:
     """Cast as autocast does for `scaled_dot_product_attention`: norms leave q and k in float32, v comes in 16 bits.
 
     Autocast leaves float64 as it is (`cached_cast` in torch's autocast_mode.cpp).
     """
-    device_type = x.device.type
-    casts = torch.is_autocast_enabled(device_type) and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(device_type)) if casts else x
+    dtype = torch.get_autocast_dtype(heads[0].device.type)
+    query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in heads)
+    return query, key, value
 
 
 def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -399,8 +412,12 @@ def _check_options(module: nn.Module, options: Mapping[str, Any], ordinary: Atte
             f"{name_of(module)} adds a position_bias to its scores, which tree attention does not compute; "
             f"{TRAIN_WITHOUT_SHARING}"
         )
-    for key, attribute in (("softcap", "attn_logit_softcapping"), ("s_aux", "sinks")):
-        if options.get(key) is None and getattr(module, attribute, None) is not None:
+    # Not by `getattr`: for what a module does not have, that is a call of Python in every layer.
+    for key, attribute, held in (
+        ("softcap", "attn_logit_softcapping", module.__dict__),
+        ("s_aux", "sinks", module._parameters),
+    ):
+        if options.get(key) is None and held.get(attribute) is not None:
             raise UserError(
                 f"{name_of(module)} has {attribute} and does not pass it to its attention function as {key}, so tree "
                 f"attention would leave it out; {TRAIN_WITHOUT_SHARING}"

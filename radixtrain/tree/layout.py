@@ -166,7 +166,7 @@ class TreeLayout(Movable):
     def num_rows(self) -> int:
         return self._host.lengths[0]
 
-    @property
+    @cached_property
     def max_seqlen(self) -> int:
         """Return the tokens of the longest sequence."""
         return self._host.longest[BOUNDS.index("cu_seqlens")]
@@ -251,6 +251,7 @@ class TreeLayout(Movable):
         A row has a copy in the path that brings it, whose last copies are the rows that it brings.
         """
         of_q, of_k = (self.section(name) for name in OF_PATHS[1:])
+        assert isinstance(piece.k_rows, Tensor)
         moved = (of_k - of_q)[1:][sequences_of(piece.k_rows, of_q)]
         return replace(piece, k_rows=piece.k_rows + moved)
 
