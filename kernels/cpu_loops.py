@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,18 +57,15 @@ class Rectangles:
         return _equal_runs(x, self.number, self.key_step, self.first_key, self.num_keys)
 
 
-@dataclass(frozen=True, eq=False)
-class Schedule:
+class Schedule(NamedTuple):
     """A call, cut into rectangles.
 
-    parts: no query is in two.
+    parts: no query is in two, but keys may be.
     num_queries: queries covered by some part; the rest see no key.
-    keys_meet: whether a key may be in two parts, so that its gradients have to be added.
     """
 
-    parts: tuple[Rectangles, ...]
+    parts: list[Rectangles]
     num_queries: int
-    keys_meet: bool
 
 
 def schedule_of(ragged: Ragged, window: int | None = None) -> Schedule:
@@ -98,8 +95,7 @@ def _schedule(ragged: Ragged, window: int | None) -> Schedule:
     if ragged.causal:
         parts = _with_corners(parts, window, ragged.cu_seqlens_q.device)
     parts += _batched(masked)
-    num_queries = sum(part.number * part.num_queries for part in parts)
-    return Schedule(tuple(parts), num_queries, len(strips) > len(plain))
+    return Schedule(parts, sum(part.number * part.num_queries for part in parts))
 
 
 def _strips(entry: Rectangles, window: int | None) -> Iterator[Rectangles]:
@@ -205,17 +201,16 @@ class LoopingKernel:
             whole = dout[None], q[None], k[None], v[None], out[None], lse[None]
             dq, dk, dv = self.part_backward(*whole, part, scoring)
             return dq[0], dk[0], dv[0]
-        meet = _wide(k) if schedule.keys_meet else k.dtype
         dq = torch.zeros_like(q) if schedule.num_queries < len(q) else torch.empty_like(q)
-        dk, dv = torch.zeros_like(k, dtype=meet), torch.zeros_like(v, dtype=meet)
+        dk, dv = (torch.zeros_like(x, dtype=_wide(x)) for x in (k, v))
         for part in schedule.parts:
             dout_part, q_part, out_part = map(part.queries, (dout, q, out))
             lse_part = part.queries(lse.t()).transpose(1, 2)
             keys = part.keys(k), part.keys(v)
             grads = self.part_backward(dout_part, q_part, *keys, out_part, lse_part, part, scoring)
             part.queries(dq).copy_(grads[0])
-            _add_to_keys(dk, part, grads[1], schedule.keys_meet)
-            _add_to_keys(dv, part, grads[2], schedule.keys_meet)
+            _add_to_keys(dk, part, grads[1])
+            _add_to_keys(dv, part, grads[2])
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     def part_forward(
@@ -381,11 +376,9 @@ def _mask_of(part: Rectangles, rows: slice, device: torch.device) -> Tensor | No
     return part.mask if part.mask is None or part.mask.shape[-2] == 1 else part.mask[..., rows, :]
 
 
-def _add_to_keys(total: Tensor, part: Rectangles, share_bJKH: Tensor, meet: bool) -> None:
+def _add_to_keys(total: Tensor, part: Rectangles, share_bJKH: Tensor) -> None:
     """Add the share of each rectangle to its keys, one after the other if rectangles of a part overlap."""
-    if not meet:
-        part.keys(total).copy_(share_bJKH)
-    elif part.key_step >= part.num_keys or part.number == 1:
+    if part.key_step >= part.num_keys or part.number == 1:
         part.keys(total).add_(share_bJKH)
     else:
         for n, share_JKH in enumerate(share_bJKH):

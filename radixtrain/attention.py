@@ -172,7 +172,8 @@ def _checked(
     attention, kernel, scale, softcap, window, both_ways = options
     _check_tensors(query, key, value, layout.num_rows, layout.device)
     _check_modifiers(query, softcap, window, sinks)
-    scoring = _scoring(scale, softcap, window, layout.max_seqlen)
+    binds = window is not None and window < layout.max_seqlen
+    scoring = Scoring(scale, softcap, window if binds else None)
     blocks = layout.blocks if both_ways else None
     if blocks is not None and attention not in ("auto", *WITH_BLOCKS):
         raise UserError(
@@ -394,11 +395,6 @@ def _batched_attention(
     q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
-
-
-def _scoring(scale: float, softcap: float | None, window: int | None, max_seqlen: int) -> Scoring:
-    """Describe how scores are made. A window that no sequence exceeds is left out."""
-    return Scoring(scale, softcap, window if window is not None and window < max_seqlen else None)
 
 
 def _chosen(attention: str, kernel: str, query: Tensor, scoring: Scoring) -> AttentionChoice:

@@ -338,11 +338,9 @@ class TestChoice:
             (["cudnn"], (CUDA, BF16, 64), {}, "needs a GPU of compute capability 9.x, and torch sees no CUDA device"),
             (["torch", "cudnn", "efficient"], (CUDA, BF16, 64), SOFTCAP, "computes no soft-cap"),
             (["cudnn", "efficient", "flash_attn_4"], (CPU, BF16, 64), {}, "needs CUDA, the tensors are on cpu"),
-            (["torch"], (CUDA, BF16, 64), WINDOW, "takes no sliding window in torch 2.*"),
         ],
     )
     def test_what_a_kernel_refuses(self, monkeypatch, kernels: list, call: tuple, modifiers: dict, reason: str) -> None:
-        monkeypatch.setattr("radixtrain.kernels.varlen.takes_window", lambda: False)
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         for kernel in kernels:
             with pytest.raises(UserError, match=f"kernel='{kernel}' cannot be used: {reason}; kernel='auto' takes"):
