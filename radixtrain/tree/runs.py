@@ -138,7 +138,8 @@ def cheapest_runs(segment_starts: IntArray, segment_parents: IntArray, rates: Ru
     segments = segment_starts.tolist(), segment_parents.tolist()
     distinct = dict.fromkeys(tuple(_runs(*segments, *option)) for option in options)
     choices = [(runs, _groups(runs, rates)) for runs in distinct]
-    return _layout(*min(choices, key=lambda choice: _cost(*choice, rates)), int(segment_starts[-1]))
+    runs, groups = min(choices, key=lambda choice: _cost(choice[0], choice[1], rates))
+    return _layout(runs, groups, int(segment_starts[-1]))
 
 
 def runs_of_segments(
