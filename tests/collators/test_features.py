@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from batch_contents import as_python
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from radixtrain.collators.features import HARMLESS, token_rows
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.radix_inputs import with_radix
+from tests.support.batches import as_python
 
 N = -100
 IDS = {"input_ids": [7, 8, 9]}

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from answers import batch_of, with_pieces_of
-from tiny_models import tiny_model
 from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -18,6 +16,8 @@ from radixtrain import RadixCache, generate
 from radixtrain.errors import UserError
 from radixtrain.generation import prompt_cache
 from radixtrain.verification.oracle import float64_throughout
+from tests.support.batches import batch_of, with_pieces_of
+from tests.support.models import tiny_model
 
 PROMPTS = [[7, 8, 9, 10, 11, 12, 1, 2], [7, 8, 9, 10, 11, 12, 3], [30, 31, 32, 33]]
 REPEATING = [[7, 8, 9, 7, 8, 9, 7, 8]]

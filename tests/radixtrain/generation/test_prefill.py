@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from answers import logits_by_the_model
 
 from radixtrain import score_completions, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.generation import prefill
 from radixtrain.generation.prefill import CompletionScore
+from tests.support.batches import logits_by_the_model
 
 Ids = list[int]
 PROMPTS = [[7, 8, 9, 1, 2], [30, 31], [7, 8, 9, 3], [5]]

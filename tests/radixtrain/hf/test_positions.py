@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from older_transformers import PASSED_ON
-from tiny_models import tiny_model
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -14,6 +12,7 @@ from radixtrain import RadixCollator, generate, score_completions, share_prefixe
 from radixtrain.errors import UserError
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
+from tests.support.models import PASSED_ON, tiny_model
 
 N = -100
 FEATURES = [
