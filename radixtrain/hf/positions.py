@@ -146,14 +146,15 @@ def scaled_from(config: PreTrainedConfig) -> int | None:
 def scales(layer: nn.Module) -> bool:
     """Return whether a layer scales its queries by their place."""
     own: Any = layer
-    return bool(getattr(layer, "attn_temperature_tuning", None)) and not own.use_rope
+    return bool(layer.__dict__.get("attn_temperature_tuning")) and not own.use_rope
 
 
 def at_own_places(layer: nn.Module, query: Tensor, call: Any) -> Tensor:
-    """Scale queries, (1, N, rows, H), by the place of each row in its sequence. call: of the layer; has `depths`."""
+    """Scale queries, (1, N, rows, H), of a layer that does, by the place of each row in its sequence.
+
+    call: of the layer; has `depths`.
+    """
     own: Any = layer
-    if not scales(layer):
-        return query
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     computed, of_sequence = (
         (torch.log1p(torch.floor((places.float() + 1.0) / own.floor_scale)) * own.attn_scale + 1.0).to(wide)

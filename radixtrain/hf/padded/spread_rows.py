@@ -178,7 +178,7 @@ def give_functions_ordinary_tensors() -> None:
 
 
 def _ordinary(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    if _only_keeps(*args[:2]):
+    if SpreadRows not in map(type, args) or _only_keeps(*args[:2]):
         return args
     return tuple(each.whole() if type(each) is SpreadRows else each for each in args)
 

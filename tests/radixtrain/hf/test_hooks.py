@@ -119,7 +119,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], str | None]]
         "Qwen3ForCausalLM",
         {},
         set_later("model.layers.0.self_attn.is_causal", False),
-        "has is_causal=False",
+        "Qwen3Attention of layer 0 is not causal",
     ),
     "sinks": ("GptOssForCausalLM", {}, set_later("config._attn_implementation", "sdpa"), "has sinks"),
     "an indexer": ("Qwen3ForCausalLM", {}, set_later("config.index_topk", 2), "has sparse attention"),
