@@ -55,9 +55,8 @@ class RadixCollator:
     input_ids: the tokens of one sequence. The first one is never predicted, and so bears no loss.
     labels: not shifted, -100 bears no loss. If they are given, the loss masks are not read.
     completion_mask, assistant_masks, mask: 0/1, instead of labels; a token bears loss if all that are given are 1.
-    attention_mask: 0/1. Zeros on the left and on the right are padding, which is cut off and bears no loss.
+    attention_mask: all 1, as tokenizers return it without padding.
     position_ids: by default they count from 0.
-    seq_lengths: [1], as TRL's packing leaves it; more than one is refused.
 
     and, with `merge_labels`, these floats, (L,), read as float32 and aligned with the labels:
 
@@ -102,8 +101,7 @@ class RadixCollator:
 
     Raises ValueError that names the feature and its entry for: no labels and no loss mask; an entry that it would have
     to drop; entries that are not lists of integers or differ in length; an empty sequence, and one that another packer
-    has filled with several; an attention mask with a hole; labels on padding; floats without `merge_labels`, which the
-    model's own loss would ignore.
+    has filled with several; padding; floats without `merge_labels`, which the model's own loss would ignore.
     """
 
     min_shared_tokens: int = 1
@@ -156,7 +154,6 @@ class RadixCollator:
             layout,
             _merged(predictions, floats) if self.merge_labels else _plain(predictions, plan.cu_seqlens, shape[1]),
             token_loss=self.token_loss or self.merge_labels,
-            is_left_padded=any(feature.is_counted_from_padding for feature in arrays),
         )
 
 

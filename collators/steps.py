@@ -214,8 +214,6 @@ class PaddedCollator:
         positions = np.tile(np.arange(is_token.shape[1]), (len(arrays), 1))
         if given_positions is not None:
             positions[is_token] = given_positions
-        hidden = np.array([feature.num_left_padding * feature.is_counted_from_padding for feature in arrays])
-        positions += hidden[:, None] * is_token
         labels[cu_seqlens[:-1]] = IGNORE_INDEX  # the first token is never predicted
         tokens = np.flatnonzero(labels != IGNORE_INDEX)
         weights = floats.get("loss_weights", np.ones(len(ids), dtype=np.float32))
