@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +16,7 @@ from torch import Tensor
 
 from radixtrain.collators.features import check_no_floats, packed, token_rows
 from radixtrain.collators.misuse_guard import check_not_dispatched, start_watch
-from radixtrain.collators.targets import (
-    Predictions,
-    check_shared_targets,
-    keep_once,
-    list_predictions,
-    merge_predictions,
-)
+from radixtrain.collators.targets import Predictions, list_predictions, merge_predictions
 from radixtrain.collators.token_row import IGNORE_INDEX, FloatArray, TokenRow
 from radixtrain.errors import UserError
 from radixtrain.tree.arrays import IntArray
@@ -40,8 +34,6 @@ class RadixCollator:
     merge_labels: False for a model that computes its own loss: one prediction per original labelled token, in a row of
         logits for each sequence. True for radixtrain's own loss: identical predictions merged and weighted, one hidden
         row per distinct predictor.
-    shared_targets: what a label counts that several sequences of the batch share: `"every"`, once for each of them, as
-        an ordinary trainer sums; `"once"`, once, with the mean of their loss weights.
     token_loss: True vouches that a loss of your own reads only labelled tokens: a sum, or a mean for each sequence. By
         default the backward pass refuses any loss that the model did not compute itself, because all other tokens, and
         the length of a padded row, are not in the batch.
@@ -109,7 +101,6 @@ class RadixCollator:
     merge_labels: bool = False
     return_tensors: str = "pt"
     loss_on_all: bool = False
-    shared_targets: Literal["every", "once"] = "every"
     token_loss: bool = False
 
     def __new__(cls, *args: object, **options: object) -> RadixCollator:
@@ -125,16 +116,14 @@ class RadixCollator:
             raise ValueError(
                 f"RadixCollator returns torch tensors; return_tensors={self.return_tensors!r} is not available"
             )
-        check_shared_targets(self.shared_targets)
         start_watch()
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         check_not_dispatched()
-        arrays = token_rows(features, self.loss_on_all)
-        return self.collate(keep_once(arrays) if self.shared_targets == "once" else arrays)
+        return self.collate(token_rows(features, self.loss_on_all))
 
     def collate(self, arrays: Sequence[TokenRow]) -> dict[str, Any]:
-        """Collate features that have been read, and whose shared labels are trained unchanged."""
+        """Collate features that have been read."""
         if not self.merge_labels:
             check_no_floats(arrays)
         ids, labels, cu_seqlens, positions, floats = packed(arrays)

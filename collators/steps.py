@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from radixtrain.collators.batching import Shares, share_by_padded_tokens, share_
 from radixtrain.collators.features import check_no_floats, packed, token_rows
 from radixtrain.collators.radix import RadixCollator, policy_fields
 from radixtrain.collators.row_split import split_batch
-from radixtrain.collators.targets import check_shared_targets, keep_once
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.tree.arrays import lengths_of
 from radixtrain.tree.layout import Function, Movable
@@ -79,8 +78,6 @@ class StepCollator:
         micro-batch.
     merge_labels: True merges identical predictions and weights them (training); False keeps one for each labelled
         token (`predict`).
-    shared_targets: what a label counts that several sequences of the step share, see `RadixCollator`. Decided before
-        the step is cut, so that it does not depend on the cut.
     min_shared_tokens, pad_to_multiple_of: see `RadixCollator`.
     pad_token_id: what fills padded batches, without `dedup`.
     rank, num_ranks: which share of the step is collated, of how many. All ranks collate the same features.
@@ -102,20 +99,20 @@ class StepCollator:
     min_shared_tokens: int = 1
     pad_to_multiple_of: int | None = None
     pad_token_id: int = 0
-    shared_targets: Literal["every", "once"] = "every"
     rank: int = 0
     num_ranks: int = 1
     sp_size: int = 1
 
     def __post_init__(self) -> None:
-        check_shared_targets(self.shared_targets)
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank must be from 0 to {self.num_ranks - 1}, as num_ranks says; got {self.rank}")
         if self.num_ranks % self.sp_size or (self.sp_size > 1 and not (self.dedup and self.merge_labels)):
             raise ValueError(f"sp_size {self.sp_size} must divide num_ranks, and needs dedup and merge_labels")
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Step:
-        arrays = self._read(features)
+        arrays = token_rows(features)
+        if self.dedup and not self.merge_labels:
+            check_no_floats(arrays)  # here, because a micro-batch does not know its features' places in the step
         shares = self.shares(arrays)
         groups = shares.groups[self.rank // self.sp_size]
         batches = [self._fitting(arrays, group) for group in groups]
@@ -145,13 +142,6 @@ class StepCollator:
         num_groups = self.num_ranks // self.sp_size
         positions = packed(arrays).position_ids
         return share_by_unique_tokens(sequences, num_groups, max_tokens, positions)
-
-    def _read(self, features: Sequence[Mapping[str, Any]]) -> list[TokenRow]:
-        """Read the features, with the labels that are to be trained."""
-        arrays = token_rows(features)
-        if self.dedup and not self.merge_labels:
-            check_no_floats(arrays)  # here, because a micro-batch does not know its features' places in the step
-        return keep_once(arrays) if self.shared_targets == "once" else arrays
 
     def _fitting(self, arrays: Sequence[TokenRow], group: Sequence[int]) -> dict[str, Any]:
         """Collate features whose unique tokens are within the budget, with every branch if they are over it without.

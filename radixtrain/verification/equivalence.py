@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.steps import Step, StepCollator
-from radixtrain.collators.targets import features_once
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.guards.batch import added_losses
@@ -147,8 +146,6 @@ def verify_step(
     precision: Lightning's name of it; a mixed one adds a comparison under autocast.
     """
     device = next(model.parameters()).device
-    if collator.shared_targets == "once":
-        features = features_once(features)
     unique = replace(collator, dedup=True, merge_labels=True)(features)
     plain = replace(collator, dedup=False, merge_labels=True)(features)
     with _filled_adapters(model):

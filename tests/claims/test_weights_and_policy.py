@@ -1,4 +1,4 @@
-"""Signed loss weights, targets that count once, and clipped policy ratios: every parameter's gradient in float64.
+"""Signed loss weights and clipped policy ratios: every parameter's gradient in float64.
 
 The ordinary arm is a padded loop of Hugging Face's own model, see `padded_policy`.
 """
@@ -16,11 +16,8 @@ from tiers import FULL, tries
 from torch import Tensor
 
 import radixtrain.collators.radix
-import radixtrain.collators.steps
-from radixtrain import RadixCollator
 from radixtrain.collators.features import packed
 from radixtrain.collators.steps import StepCollator
-from radixtrain.collators.targets import keep_once
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import assert_equivalent, labelled_features
 from radixtrain.verification.equivalence import verify_step
@@ -66,14 +63,6 @@ def test_a_clipped_policy_ratio(model: Any, features: Features, max_tokens: int 
     assert worst_error(model, features, clipped_ratio, max_tokens=max_tokens) <= BAR
 
 
-@FULL
-@EXAMPLES
-@given(weighted(("loss_weights",)), BUDGETS)
-def test_targets_that_count_once(model: Any, features: Features, max_tokens: int | None) -> None:
-    options = {"max_tokens": max_tokens, "shared_targets": "once"}
-    assert worst_error(model, features, log_likelihood, once=True, **options) <= BAR
-
-
 def branches() -> Features:
     """Eight branches of one run, nested, each token with numbers of its own."""
     draws, features = np.random.default_rng(0), []
@@ -102,18 +91,6 @@ class TestTheChecks:
         monkeypatch.setattr(radixtrain.collators.radix, "packed", moved)
         assert worst_error(model, branches(), clipped_ratio) > 0.01
 
-    def test_once_of_each_micro_batch(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Copies that the cut parts count once in each part."""
-        features = [{name: f[name] for name in ("input_ids", "labels", "loss_weights")} for f in branches()]
-        options = {"max_tokens": 14, "shared_targets": "once"}
-        assert worst_error(model, features, log_likelihood, once=True, **options) <= BAR
-        collate = RadixCollator.collate
-        monkeypatch.setattr(radixtrain.collators.steps, "keep_once", lambda arrays: arrays)
-        monkeypatch.setattr(
-            RadixCollator, "collate", lambda self, arrays, *budget: collate(self, keep_once(arrays), *budget)
-        )
-        assert worst_error(model, features, log_likelihood, once=True, **options) > 0.01
-
     def test_a_ratio_that_is_not_clipped(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def unclipped(logprobs: Tensor, advantages: Tensor, weights: Tensor, old: Tensor, *_: float) -> Tensor:
             return -(weights * torch.exp(logprobs - old) * advantages).sum()
@@ -123,10 +100,9 @@ class TestTheChecks:
 
 
 @FULL
-@pytest.mark.parametrize("shared_targets", ["every", "once"])
-def test_verify_knows_them(tiny_qwen3: Any, shared_targets: Any) -> None:
+def test_verify_knows_them(tiny_qwen3: Any) -> None:
     """What `fit` and `verify` compare before they train, in every precision."""
     features = [{name: f[name] for name in ("input_ids", "labels", "loss_weights")} for f in branches()]
     model = tiny_qwen3(vocab_size=8)
-    collator = StepCollator(max_tokens=20, shared_targets=shared_targets)
+    collator = StepCollator(max_tokens=20)
     assert_equivalent(verify_step(model, lambda batch: forward_rows(model, batch, True).loss_sum(), features, collator))

@@ -92,7 +92,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({**ROW, "advantages": "1"}, "advantages must be a flat list of numbers, got <U1 (3,)"),
     ({**ROW, "advantages": float("nan")}, "advantages must be finite on labelled tokens: advantages[1] = nan"),
     ({**ROW, "weights": [0, 1e39, 1]}, "weights must be finite on labelled tokens: weights[1] = 1e+39"),
-    ({**ROW, "old_logprobs": [0, 0, -np.inf]}, "old_logprobs must be finite on labelled tokens: old_logprobs[2] = -inf"),
+    (
+        {**ROW, "old_logprobs": [0, 0, -np.inf]},
+        "old_logprobs must be finite on labelled tokens: old_logprobs[2] = -inf",
+    ),
     (
         {**ROW, "weights": [1, 1, 1], "loss_weights": [1, 1, 1]},
         "loss_weights and weights are two names of one column; remove one",

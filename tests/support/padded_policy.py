@@ -36,8 +36,8 @@ def clipped_ratio(logprobs: Tensor, weights: Tensor, old: Tensor, advantages: Te
     return (weights * torch.where(ratio * advantages < bounded * advantages, ratio, bounded) * advantages).sum()
 
 
-def ordinary(model: Any, features: Features, loss: Loss, once: bool = False) -> Iterator[Tensor]:
-    """Minus the loss of one right-padded batch, divided by the number of labelled tokens, or of distinct ones."""
+def ordinary(model: Any, features: Features, loss: Loss) -> Iterator[Tensor]:
+    """Minus the loss of one right-padded batch, divided by the number of labelled tokens."""
     counted = [{**f, "position_ids": f.get("position_ids", list(range(len(f["input_ids"]))))} for f in features]
     longest = max(len(feature["input_ids"]) for feature in features)
 
@@ -55,31 +55,7 @@ def ordinary(model: Any, features: Features, loss: Loss, once: bool = False) -> 
     bears_loss = labels != N
     logprobs = logits[:, :-1].log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0][bears_loss]
     weights, old, advantages = (padded(name)[:, 1:][bears_loss].double() for name in FLOATS)
-    count = len(labels[bears_loss])
-    if once:
-        copies = copies_of(counted)
-        weights, count = mean_of_copies(weights, copies), len(set(copies))
-    yield -loss(logprobs, weights, old, advantages) / count
-
-
-def copies_of(features: Features) -> list[tuple[Any, ...]]:
-    """For each labelled token what its copies have in common: history, positions and label."""
-    return [
-        (*f["input_ids"][:n], "at", *f["position_ids"][:n], f["labels"][n])
-        for f in features
-        for n in range(1, len(f["input_ids"]))
-        if f["labels"][n] != N
-    ]
-
-
-def mean_of_copies(weights: Tensor, copies: list[tuple[Any, ...]]) -> Tensor:
-    """The mean at the first copy, in float32 as all weights are, and nothing at the others."""
-    means = torch.zeros_like(weights)
-    for place, copy in enumerate(copies):
-        if copy not in copies[:place]:
-            same = [weight for weight, other in zip(weights.tolist(), copies, strict=True) if other == copy]
-            means[place] = float(np.float32(sum(same) / len(same)))
-    return means
+    yield -loss(logprobs, weights, old, advantages) / len(labels[bears_loss])
 
 
 def shared(model: Any, step: Step, is_policy: bool) -> Iterator[Tensor]:
@@ -93,16 +69,14 @@ def shared(model: Any, step: Step, is_policy: bool) -> Iterator[Tensor]:
             yield predictions.loss_sum() / step.num_labels
 
 
-def worst_error(
-    model: Any, features: Features, loss: Loss, once: bool = False, rows: Features | None = None, **options: Any
-) -> float:
+def worst_error(model: Any, features: Features, loss: Loss, rows: Features | None = None, **options: Any) -> float:
     """The largest relative error of a gradient; of one below a thousandth of the largest, relative to that.
 
     rows: of the ordinary arm, if not the same.
     """
     step = StepCollator(**options)(features)
     with float64_throughout(model):
-        expected = gradients_of(model, lambda: ordinary(model, features if rows is None else rows, loss, once)).tensors
+        expected = gradients_of(model, lambda: ordinary(model, features if rows is None else rows, loss)).tensors
         share_prefixes(model)
         try:
             found = gradients_of(model, lambda: shared(model, step, loss is clipped_ratio)).tensors
