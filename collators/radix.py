@@ -37,7 +37,6 @@ class RadixCollator:
     token_loss: True vouches that a loss of your own reads only labelled tokens: a sum, or a mean for each sequence. By
         default the backward pass refuses any loss that the model did not compute itself, because all other tokens, and
         the length of a padded row, are not in the batch.
-    return_tensors: `"pt"`; Hugging Face's collators have this field too.
     loss_on_all: True to train every token of a feature that has neither labels nor a loss mask; otherwise such a
         feature is refused, because a trainer may have dropped its mask.
 
@@ -99,7 +98,6 @@ class RadixCollator:
     min_shared_tokens: int = 1
     pad_to_multiple_of: int | None = None
     merge_labels: bool = False
-    return_tensors: str = "pt"
     loss_on_all: bool = False
     token_loss: bool = False
 
@@ -112,10 +110,6 @@ class RadixCollator:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if self.return_tensors != "pt":
-            raise ValueError(
-                f"RadixCollator returns torch tensors; return_tensors={self.return_tensors!r} is not available"
-            )
         start_watch()
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -56,21 +56,9 @@ def list_predictions(plan: PrefixPlan, labels: IntArray, weights: FloatArray | N
 
 def merge_predictions(predictions: Predictions) -> Predictions:
     """Merge identical (row, label) pairs into one entry that stands for all of them."""
-    order = _by_row_and_label(predictions.predictor_indices, predictions.labels)
+    order = np.lexsort((predictions.labels, predictions.predictor_indices))
     rows, labels, tokens = (array[order] for array in predictions[:3])
     is_first = np.ones(len(rows), dtype=bool)
     is_first[1:] = (rows[1:] != rows[:-1]) | (labels[1:] != labels[:-1])
     first = np.flatnonzero(is_first)
     return Predictions(rows[first], labels[first], tokens[first], np.add.reduceat(predictions.weights[order], first))
-
-
-def _by_row_and_label(rows: IntArray, labels: IntArray) -> IntArray:
-    """Sort stably by row and then label, for rows that mostly ascend.
-
-    A combined key is nearly in order: sorting it is 4 times as fast as `np.unique(axis=0)`.
-    """
-    num_labels = int(labels.max(initial=0)) + 1
-    if num_labels > 2**32:
-        labels = np.unique(labels, return_inverse=True)[1]
-        num_labels = len(labels)
-    return np.argsort(rows * num_labels + labels, kind="stable")

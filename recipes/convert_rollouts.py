@@ -16,10 +16,11 @@ python recipes/convert_rollouts.py < runs.jsonl > rows.jsonl
 | ART | `messages_and_choices`, or `trajectories` with them | each history, as a chat |
 
 A row of tokens has `input_ids`, `mask` (1 for a token that the model sampled) and, if the store has them,
-`old_logprobs` and `advantages`. What several paths share is sampled in the first of their rows only. `fit` ignores the former and refuses the latter: leave them out by
-`data.columns: {advantages: null}`. A call without a parent continues the longest earlier call with whose tokens its
-prompt begins. Of a run's sequences those without a sampled token are left out. Images, a run without tokens and one
-that ended in an error are refused: take them out first, as well as runs that should not be imitated.
+`old_logprobs` and `advantages`. What several paths share has a `mask` of 1 in the first of their rows only. `fit`
+ignores the logprobs and refuses the advantages: leave them out by `data.columns: {advantages: null}`. A call without a
+parent continues the longest earlier call with whose tokens its prompt begins. Of a run's sequences those without a
+sampled token are left out. Images, a run without tokens and one that ended in an error are refused: take them out
+first, as well as runs that should not be imitated.
 """
 
 import json
