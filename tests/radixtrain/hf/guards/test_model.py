@@ -236,7 +236,7 @@ def test_a_head_that_mixes_its_rows(tiny_qwen3: Callable[..., Any]) -> None:
 
 
 def score(model: Any) -> Any:
-    return score_completions(model, [[7, 8, 9], [7, 8]], [[1, 2], [3]])
+    return score_completions(model, [[7, 8, 9], [7, 8]], [[[1, 2]], [[1, 2], [3]]])
 
 
 def test_functions_of_the_file(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
