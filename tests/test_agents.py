@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import cases
 from torch.utils.data import IterableDataset
-from trainer_harness import settings
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -28,6 +26,8 @@ from transformers import (
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.hf.sharing_report import _warn, warn_of_rounding
+from tests.support import cases
+from tests.support.trainers import settings
 
 PAGE = (Path(__file__).resolve().parents[1] / "AGENTS.md").read_text(encoding="utf-8")
 SHARE, REPORT, VERIFY = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

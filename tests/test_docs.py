@@ -20,8 +20,6 @@ from typing import Any, Literal, get_args, get_origin
 import numpy as np
 import pytest
 import yaml
-from byte_tokenizer import byte_tokenizer
-from tiers import FULL
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import radixtrain
@@ -38,6 +36,8 @@ from radixtrain.errors import UserError
 from radixtrain.settings.commands import Doctor, Export, RunSettings, Verify
 from radixtrain.settings.fields import Key, parts_of
 from radixtrain.training.answers.evaluate_generation import load_metric
+from tests.support import FULL
+from tests.support.batches import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))

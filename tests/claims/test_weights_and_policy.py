@@ -6,13 +6,10 @@ The ordinary arm is a padded loop of Hugging Face's own model, see `padded_polic
 from typing import Any
 
 import numpy as np
-import padded_policy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from padded_policy import BAR, FLOATS, Features, clipped_ratio, log_likelihood, worst_error
-from tiers import FULL, tries
 from torch import Tensor
 
 import radixtrain.collators.radix
@@ -21,6 +18,8 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import assert_equivalent, labelled_features
 from radixtrain.verification.equivalence import verify_step
+from tests.support import FULL, padded_policy, tries
+from tests.support.padded_policy import BAR, FLOATS, Features, clipped_ratio, log_likelihood, worst_error
 
 N = -100
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from batch_contents import as_python
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from radixtrain import RadixCollator
 from radixtrain.collators.features import HARMLESS, token_rows
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.testing import ragged_batches
+from tests.support.batches import as_python
 
 N = -100
 MASKS = [1, 1, 0], [0, 1, 1], [1, 0, 1], [0, 0, 0]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
-from tiers import FULL, cases
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -17,6 +16,7 @@ from radixtrain.collators.misuse_guard import check_not_dispatched, end_watch
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
+from tests.support import FULL, cases
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 MESSAGE = (

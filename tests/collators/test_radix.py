@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from batch_contents import as_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.errors import UserError
 from radixtrain.testing import ragged_batches
+from tests.support.batches import as_python
 
 N = -100
 DOCSTRING = [

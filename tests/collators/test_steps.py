@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from batch_contents import as_python, predictions_of, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import cases
 from torch.utils.data import DataLoader
 
 from radixtrain import share_prefixes
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import ragged_batches
+from tests.support import cases
+from tests.support.batches import as_python, predictions_of, tensors_of
 
 N = -100
 FEATURES = [

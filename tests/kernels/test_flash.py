@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_stand_ins import HALF, Flash
-from one_softmax import NAMES, assert_exact, by_the_book, distances_of_plan, one_softmax, with_gradients
-from plans import attention_inputs, longer, plan_of
-from tiers import FULL
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,6 +29,19 @@ from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
+from tests.support import FULL
+from tests.support.batches import (
+    NAMES,
+    assert_exact,
+    attention_inputs,
+    by_the_book,
+    distances_of_plan,
+    longer,
+    one_softmax,
+    plan_of,
+    with_gradients,
+)
+from tests.support.cuda_stand_ins import HALF, Flash
 
 pytestmark = FULL
 aten = torch.ops.aten

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from one_softmax import assert_exact, one_softmax, random_tensors, with_gradients
-from tiers import FULL
 from torch import Tensor
 
 from radixtrain.errors import UserError
@@ -26,6 +24,8 @@ from radixtrain.kernels.merge_attention import (
     routed_attention,
 )
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
+from tests.support import FULL
+from tests.support.batches import assert_exact, one_softmax, random_tensors, with_gradients
 
 SCALE = 0.6
 SCORING = Scoring(SCALE)

@@ -13,9 +13,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from one_softmax import NAMES, assert_exact, by_the_book, distances_of_plan, one_softmax, with_gradients
-from plans import NESTED, attention_inputs, longer, plan_of
-from tiers import FULL, cases, tries
 from torch import Tensor
 
 from radixtrain import attention as attention_module
@@ -26,6 +23,19 @@ from radixtrain.kernels.varlen import ON_CUDA, PACKAGES
 from radixtrain.testing import assert_within_reference_error, ragged_batches, relative_error
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from tests.support import FULL, cases, tries
+from tests.support.batches import (
+    NAMES,
+    NESTED,
+    assert_exact,
+    attention_inputs,
+    by_the_book,
+    distances_of_plan,
+    longer,
+    one_softmax,
+    plan_of,
+    with_gradients,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WAYS = [(strategy, kernel) for strategy in ("cascade", "path", "expand") for kernel in ("torch", "eager")]

@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from tiers import FULL, cases
 
 import radixtrain
 from radixtrain.__main__ import main
 from radixtrain.commands import COMMANDS
+from tests.support import FULL, cases
 
 ROBOT = {"messages": [{"role": "robot", "content": "x"}]}
 

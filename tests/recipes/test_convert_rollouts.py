@@ -8,11 +8,11 @@ from typing import Any
 
 import convert_rollouts
 import pytest
-from byte_tokenizer import byte_tokenizer
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Row, read_rows
 from radixtrain.errors import DataError
+from tests.support.batches import byte_tokenizer
 
 Run = dict[str, Any]
 

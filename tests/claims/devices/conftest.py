@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import tiny
-from forked import Server
-from launched_ranks import Launched, ranks_of
-from outcomes import EXACT
 from transformers import AutoTokenizer
+
+from tests.support.processes import Launched, Server, ranks_of
+from tests.support.runs import EXACT
 
 NUM_ROWS = 21  # five steps of four rows and one of a single row: three of four ranks have no sequence then
 STEPS = 12  # two epochs

@@ -6,10 +6,10 @@ Without one, ranks and a single process take the same steps.
 from __future__ import annotations
 
 import pytest
-from changed_runs import FLOAT64, compute_in_float64
-from device_mutations import MUTATIONS, SPLIT_MUTATIONS
-from device_trajectories import assert_same_trajectory
-from tiers import cases
+
+from tests.support import cases
+from tests.support.processes import FLOAT64, MUTATIONS, SPLIT_MUTATIONS, compute_in_float64
+from tests.support.runs import assert_same_trajectory
 
 FLAGS = {**FLOAT64, "trainer__max_steps": 6, "data__max_tokens": 48, "data__max_length": 48}
 

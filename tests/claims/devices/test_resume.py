@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_contents import write_overflowing
-from changed_runs import FLOAT64
-from device_trajectories import assert_same_trajectory
-from outcomes import assert_same_run, conclusions, num_batches, steps_saved
-from tiers import FULL, cases, tries
 from transformers import AutoTokenizer
+
+from tests.support import FULL, cases, tries
+from tests.support.batches import write_overflowing
+from tests.support.processes import FLOAT64
+from tests.support.runs import assert_same_run, assert_same_trajectory, conclusions, num_batches, steps_saved
 
 STEPS = 12
 RESUMED = tries(2, STEPS)

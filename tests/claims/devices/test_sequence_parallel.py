@@ -15,15 +15,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from families import FAMILIES, MULTIMODAL, skip_if_it_fails_by_itself
-from forked_ranks import on_ranks
-from tiers import cases
-from tiny_models import tiny_qwen3
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from trainer_harness import assert_as_near
 
 from radixtrain import RadixCollator, position_wise, restore_model, share_prefixes
 from radixtrain.checkpoints.tensors import whole
@@ -32,6 +27,10 @@ from radixtrain.hf import sequence_parallel
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall, SplitModel
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
+from tests.support import cases
+from tests.support.models import FAMILIES, MULTIMODAL, skip_if_it_fails_by_itself, tiny_qwen3
+from tests.support.processes import on_ranks
+from tests.support.trainers import assert_as_near
 
 Result = tuple[float, dict[str, Tensor]]
 BAR = 1e-12

@@ -19,23 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import (
-    CORE,
-    CORE_MULTIMODAL,
-    FAMILIES,
-    FAMILIES_PAGE,
-    MULTIMODAL,
-    NOT_TRIED,
-    QUICK,
-    REFUSED,
-    REST,
-    WHOLE,
-    Family,
-    said_of_families,
-)
-from older_transformers import IS_OLDER
-from same_step import BAR, same_step, step_in_float64
-from tiers import FULL, cases
 from transformers import __version__
 from transformers.models.auto import modeling_auto
 
@@ -52,6 +35,23 @@ from radixtrain.tree.radix_inputs import layout_of
 from radixtrain.tree.runs import cheapest_runs
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 from radixtrain.versions import transformers_is_before
+from tests.support import FULL, cases
+from tests.support.models import (
+    CORE,
+    CORE_MULTIMODAL,
+    FAMILIES,
+    FAMILIES_PAGE,
+    IS_OLDER,
+    MULTIMODAL,
+    NOT_TRIED,
+    QUICK,
+    REFUSED,
+    REST,
+    WHOLE,
+    Family,
+    said_of_families,
+)
+from tests.support.steps import BAR, same_step, step_in_float64
 
 FROZEN = Path(__file__).resolve().parents[2] / "golden" / "families.txt"
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))

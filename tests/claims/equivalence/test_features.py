@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiers import TRIES, cases
 from torch import Tensor
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.verification.oracle import float64_throughout
+from tests.support import TRIES, cases
 
 BLOCKS = cases(range(max(4, TRIES // 12)), [0])
 DRAWS = 125  # in a block, in which every kind of feature occurs

@@ -14,16 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from answers import answers_of, by_generate, generated, with_pieces_of, worst_logit
-from families import CORE, CORE_MULTIMODAL, MULTIMODAL, REST, Family, skip_if_it_fails_by_itself
-from same_step import assert_within_noise
-from tiers import cases
-from tiny_models import tiny_model
 
 from radixtrain import RadixCache
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
 from radixtrain.versions import transformers_is_before
+from tests.support import cases
+from tests.support.batches import answers_of, by_generate, generated, with_pieces_of, worst_logit
+from tests.support.models import CORE, CORE_MULTIMODAL, MULTIMODAL, REST, Family, skip_if_it_fails_by_itself, tiny_model
+from tests.support.steps import assert_within_noise
 
 # A plain one, windows, windows with sinks and experts, a soft-cap, latent attention, layers with the keys of others,
 # learned positions; one that is refused; one of several modalities.

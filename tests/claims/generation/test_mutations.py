@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from answers import answers_of, by_generate, generated, with_pieces_of, worst_logit
-from families import CORE
-from tiers import cases
 from torch import Tensor
 
 from radixtrain import RadixCache
@@ -23,6 +20,9 @@ from radixtrain.generation.cache import Node
 from radixtrain.generation.prefill import KeyValues, LayerRows, PromptCall, readers_of
 from radixtrain.generation.prompt_cache import PromptCache, Tails
 from radixtrain.verification.oracle import float64_throughout
+from tests.support import cases
+from tests.support.batches import answers_of, by_generate, generated, with_pieces_of, worst_logit
+from tests.support.models import CORE
 
 pytestmark = pytest.mark.usefixtures("without_the_trial")
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from answers import batch_of, with_pieces_of
-from tiny_models import tiny_model
 from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from radixtrain import RadixCache, generate
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
+from tests.support.batches import batch_of, with_pieces_of
+from tests.support.models import tiny_model
 
 PROMPTS = [[7, 8, 9, 10, 11, 12, 1, 2], [7, 8, 9, 10, 11, 12, 3], [30, 31, 32, 33]]
 LENGTH = {"max_new_tokens": 10, "pad_token_id": 0, "eos_token_id": None}

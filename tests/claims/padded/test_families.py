@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import CORE, CORE_MULTIMODAL, REST, Family
-from padded_batches import draw_batch, packed, pad
-from shared_runs import Pair, Reads, in_float64
-from tiers import TRIES, cases
 
 from radixtrain import sharing_report
 from radixtrain.errors import UserError
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import gradients_of
+from tests.support import TRIES, cases
+from tests.support.batches import draw_batch, packed, pad
+from tests.support.models import CORE, CORE_MULTIMODAL, REST, Family
+from tests.support.steps import Pair, Reads, in_float64
 
 NUM_BATCHES = 2 * TRIES
 SEED = int.from_bytes(os.urandom(4), "little") if os.environ.get("RADIXTRAIN_FUZZ") else 0

@@ -11,11 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import CORE
-from older_transformers import since
-from padded_batches import PaddedBatch, packed, pad
-from shared_runs import Reads, assert_generates_the_same, in_float64
-from tiers import cases
 from torch import Tensor
 
 from radixtrain.attention import tree_attention
@@ -26,6 +21,10 @@ from radixtrain.hf.padded.spread import Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.layout import TreeLayout
+from tests.support import cases
+from tests.support.batches import PaddedBatch, packed, pad
+from tests.support.models import CORE, since
+from tests.support.steps import Reads, assert_generates_the_same, in_float64
 
 # Nested, one a prefix of another, two identical, one token, one without a shared prefix.
 ROWS = [[1, 2, 3, 1, 1, 2, 2, 1], [1, 2, 3, 1, 4], [1, 2, 3, 1, 4], [1, 2, 3, 1], [1], [2, 2, 3, 1]]

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from random_programs import BATCH, PADDED, compare, program, tiny_pair
-from tiers import cases
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,6 +15,8 @@ from radixtrain.hf.padded import row_functions, spread, spread_rows
 from radixtrain.hf.padded.row_functions import RULES
 from radixtrain.hf.padded.spread import Modes, Spread
 from radixtrain.hf.padded.spread_rows import READ, SpreadRows
+from tests.support import cases
+from tests.support.steps import BATCH, PADDED, compare, program, tiny_pair
 
 pytestmark = pytest.mark.usefixtures("without_the_trial")
 

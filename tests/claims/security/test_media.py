@@ -8,11 +8,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from tiers import cases
 
 from radixtrain.data.files.sources import read_rows
 from radixtrain.data.messages import check_messages
 from radixtrain.errors import DataError
+from tests.support import cases
 
 datasets = pytest.importorskip("datasets", reason="features of images: pip install datasets")
 KINDS = [kind for kind in ("Image", "Audio", "Video", "Pdf", "Nifti") if hasattr(datasets, kind)]

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from image_batches import KINDS
-from image_rows import PROCESSORS, SIZE, count_images, picture
-from tiers import cases
-from trainer_harness import Comparison, Share, compare, settings
+
+from tests.support import cases
+from tests.support.batches import KINDS
+from tests.support.trainers import PROCESSORS, SIZE, Comparison, Share, compare, count_images, picture, settings
 
 GENERATIONS, MAX_COMPLETION = 8, 6
 ENDS = [1, 15, 25, 35, 45]  # tokens that end a completion: many, so that completions differ in length

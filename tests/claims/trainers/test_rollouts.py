@@ -7,21 +7,22 @@ from functools import partial
 from typing import Any
 
 import pytest
-from rollouts import (
+
+from radixtrain import share_prefixes, sharing_report
+from tests.support import FULL, cases
+from tests.support.models import tiny_model
+from tests.support.trainers import (
     LORA,
     VOCAB_SIZE,
     Reward,
+    Share,
     arguments,
+    compare,
     compare_rollouts,
     policy_of,
     prompts,
     tokenizer,
 )
-from tiers import FULL, cases
-from tiny_models import tiny_model
-from trainer_harness import Share, compare
-
-from radixtrain import share_prefixes, sharing_report
 
 LOSSES = ("dr_grpo", "dapo", "bnpo", "cispo", "sapo", "vespo")
 CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}

@@ -11,12 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forged_checkpoints import a_run, forge, sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from killed_in_a_fork import kills_at_calls
-from outcomes import assert_equal, names
-from tiers import TRIES
 
 from radixtrain.checkpoints.atomic import remove, tidy_leftovers
 from radixtrain.checkpoints.folder import (
@@ -34,6 +30,8 @@ from radixtrain.checkpoints.folder import (
     write_checkpoint,
 )
 from radixtrain.checkpoints.resolve import newest_valid
+from tests.support import TRIES
+from tests.support.runs import a_run, assert_equal, forge, kills_at_calls, names, sign
 
 
 def assert_holds(path, expected, moments=True):

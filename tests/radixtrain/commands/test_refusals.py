@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.commands.fit import Command
 from radixtrain.errors import UserError
+from tests.support import FULL
 
 GOOD = {"messages": [{"role": "user", "content": "Where is the pear?"}, {"role": "assistant", "content": "Shelf one."}]}
 ROBOT = {"messages": [{"role": "robot", "content": "x"}]}

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import CHATML, END, byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -21,6 +20,7 @@ from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.files.sources import Row
 from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import DataError, UserError
+from tests.support.batches import CHATML, END, byte_tokenizer
 
 TURNS = "{%- for m in messages %}{{- m.role + ': ' + TEXT + '|' }}{% endfor %}"
 ASKS = "{%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif %}"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import trl
-from byte_tokenizer import byte_tokenizer
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.conversation import lost_part
 from radixtrain.data.files.sources import Row
 from radixtrain.data.template import warn_of_mistakes, with_date
 from radixtrain.errors import DataError
+from tests.support.batches import byte_tokenizer
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja"))

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import byte_tokenizer
 
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Row
 from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import DataError
+from tests.support.batches import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 RAW = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft")).parent / "raw"

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import MARKED, byte_tokenizer
-from forked_ranks import on_ranks
 
 from radixtrain.data import step_data
 from radixtrain.data.datamodule import SFTData
@@ -18,6 +16,8 @@ from radixtrain.data.sample import EncodeReport
 from radixtrain.data.step_data import read_together
 from radixtrain.data.tokens.store import Corpus, Part
 from radixtrain.errors import EndedElsewhere, UserError
+from tests.support.batches import MARKED, byte_tokenizer
+from tests.support.processes import on_ranks
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import byte_tokenizer
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Row
 from radixtrain.errors import DataError
+from tests.support.batches import byte_tokenizer
 
 trl = pytest.importorskip("trl", reason="its chat templates are compared: pip install trl")
 TEMPLATES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from byte_tokenizer import byte_tokenizer
 
 from radixtrain.data.chat import ChatEncoder, UnlabelledEncoder
 from radixtrain.data.files.rows import Row
 from radixtrain.data.files.sources import as_sources, read_rows
 from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import DataError
+from tests.support.batches import byte_tokenizer
 
 TEMPLATE = """\
 {%- for tool in tools or [] %}{{- '{' + (tool.function or tool).name + '}' }}{% endfor %}

@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from byte_tokenizer import CHATML, byte_tokenizer
-from forked import is_alive, wait_for_end
-from tiers import FULL
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
@@ -22,6 +19,9 @@ from radixtrain.data.steps import StepLoader, StepSampler
 from radixtrain.data.workers import BLOCKED, _kill_daemons, blocked_signals, end_with_parent
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.fault_tolerance.signals import HANDLED
+from tests.support import FULL
+from tests.support.batches import CHATML, byte_tokenizer
+from tests.support.processes import is_alive, wait_for_end
 
 
 class Numbers(Dataset[int]):

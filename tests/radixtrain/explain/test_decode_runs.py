@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from byte_tokenizer import END, VOCAB_SIZE, byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from radixtrain.explain.tokens import decode_runs
+from tests.support.batches import END, VOCAB_SIZE, byte_tokenizer
 
 
 def _metaspace() -> PreTrainedTokenizerBase:

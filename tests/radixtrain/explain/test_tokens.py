@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from byte_tokenizer import END
 from transformers import PreTrainedTokenizerBase
 
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.explain.tokens import LOSS, marked, sample_tokens
+from tests.support.batches import END
 
 Build = Callable[..., TokenRow]
 LONG = f"{'p' * 50} ⋯ 900 characters ⋯ {'p' * 50}⟦{'q' * 50} ⋯ 400 characters ⋯ {'q' * 50}⟧"

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from answers import logits_by_the_model
-from tiny_models import tiny_model
 
 from radixtrain import score_completions, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.generation import score
 from radixtrain.hf.share import options_of
+from tests.support.batches import logits_by_the_model
+from tests.support.models import tiny_model
 
 Ids = list[int]
 PROMPTS = [[7, 8, 9, 1, 2], [30, 31], [7, 8, 9, 3], [5]]

@@ -9,9 +9,6 @@ from types import MethodType
 
 import pytest
 import torch
-from older_transformers import PASSED_ON
-from tiers import FULL, cases
-from tiny_models import tiny_model
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -25,6 +22,8 @@ from radixtrain.attention import EVERYWHERE
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import radix_attention
 from radixtrain.hf.windows import no_mask
+from tests.support import FULL, cases
+from tests.support.models import PASSED_ON, tiny_model
 
 FEATURES = [
     {"input_ids": [7, 8, 9, 1, 2, 3, 4, 5, 6], "labels": [7, 8, 9, 1, 2, 3, 4, 5, 6]},

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from same_step import same
-from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import CACHE
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
+from tests.support.models import tiny_model
+from tests.support.steps import same
 
 N = -100
 FEATURES = [

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from radixtrain import RadixCollator, generate, score_completions, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.testing import relative_error
+from tests.support.models import tiny_model
 
 N = -100
 FEATURES = [

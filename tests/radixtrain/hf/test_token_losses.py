@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import FEATURES
 from peft import LoraConfig, get_peft_model
-from tiny_models import tiny_qwen3
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
@@ -22,6 +20,8 @@ from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.testing import relative_error
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
+from tests.support.models import tiny_qwen3
+from tests.support.steps import FEATURES
 
 BATCH = RadixCollator()(FEATURES)
 UNLABELLED = {name: value for name, value in BATCH.items() if name != "labels"}  # for compute_loss_func

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiers import FULL, cases
 from transformers import FSMTConfig, FSMTModel, LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
 import radixtrain
 from radixtrain.__main__ import main
 from radixtrain.commands.run import NOTHING_LOADED
 from radixtrain.plugins.from_pretrained import LoadedModel, _share
+from tests.support import FULL, cases
 
 PROGRAM = """\
 import os, sys

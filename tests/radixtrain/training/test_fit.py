@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from outcomes import logged, summary
 from safetensors.torch import load_file
-from tiers import FULL, cases
 
 from radixtrain.__main__ import main
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support import FULL, cases
+from tests.support.runs import logged, summary
 
 FLOAT64 = {"model__dtype": "float64", "trainer__precision": "64-true"}
 BAR = 1e-10  # of ten steps with AdamW in float64

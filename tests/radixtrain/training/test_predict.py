@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import FULL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
@@ -20,6 +19,7 @@ from radixtrain.errors import UserError
 from radixtrain.training.answers.predictions import PredictionWriter
 from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support import FULL
 
 INSTRUCTION = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two. " * 4
 THINGS = ["apple", "pear", "hammer", "saw", "apple", "card", "file"]  # one of them twice

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from plans import DEEP, FOREST, agent, comb, mask_pairs, plan_of, seen_pairs
 
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.chains import cascade
 from radixtrain.tree.layout import TreeLayout
+from tests.support.batches import DEEP, FOREST, agent, comb, mask_pairs, plan_of, seen_pairs
 
 
 def cut(sequences, most_rows=0, **options):

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_contents import as_python
 from hypothesis import given
 from hypothesis import strategies as st
 
 from radixtrain import RadixCollator
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.tree.radix_inputs import RadixInputs, layout_of, with_radix
+from tests.support.batches import as_python
 
 FEATURES = [{"input_ids": [7, 8, 9, 1], "labels": [-100, 8, 9, 1]}, {"input_ids": [7, 8, 5], "labels": [-100, 8, 5]}]
 POLICY = [{**each, "old_logprobs": [0.0, -0.1, -1e-42]} for each in FEATURES[1:]]  # one of them denormal

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from plans import FEATURES
 
 from radixtrain.verification.equivalence import compare_gradients, verify_equivalence
 from radixtrain.verification.oracle import Gradients
 from radixtrain.verification.report import EquivalenceReport, Rung, TensorError
+from tests.support.batches import FEATURES
 
 HONEST = {"w": (1.0, 1e-6, 1e-6), "v": (1.0, 1e-6, 1e-6), "x": (1.0, 1e-6, 1e-6)}
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import CHATML, MARKED
-from tiers import cases
 
 from radixtrain.data import cache
 from radixtrain.data.cache import Tokenized
 from radixtrain.data.tokens.store import ABOUT, SAMPLES
 from radixtrain.errors import DataError, UserError
+from tests.support import cases
+from tests.support.batches import CHATML, MARKED
 
 Tokenize = Callable[..., Tokenized]
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from forked import wait_for_end
 
 from radixtrain.data import cache
 from radixtrain.data.cache import encode_blocks
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import UnreadRow
 from radixtrain.errors import UserError
+from tests.support.processes import wait_for_end
 
 LINE = b'{"prompt": "one", "completion": "two"}'
 

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from older_transformers import IS_OLDER, since
-from tiers import FULL
-from tiny_models import tiny_model
 from torch import nn
 
 from radixtrain import RadixCollator, share_prefixes, verify_equivalence
@@ -20,6 +17,8 @@ from radixtrain.hf.guards import rules
 from radixtrain.hf.guards.batch import widest_head_dim
 from radixtrain.hf.guards.rules import RULES, WITHOUT
 from radixtrain.hf.share import check_takes_collated
+from tests.support import FULL
+from tests.support.models import IS_OLDER, since, tiny_model
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 MIXES = "computes a token from others, or from its place among them"

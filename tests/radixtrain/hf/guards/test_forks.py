@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import FEATURES, KINDS, assert_exact, batch_of
-from older_transformers import NEEDS_FORKS
-from tiers import cases
-from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from radixtrain import share_prefixes
 from radixtrain.hf.guards import model as trial
 from radixtrain.hf.modules import mixers_of
 from radixtrain.verification.oracle import float64_truth
+from tests.support import cases
+from tests.support.models import NEEDS_FORKS, tiny_model
+from tests.support.steps import FEATURES, KINDS, assert_exact, batch_of
 
 pytestmark = [NEEDS_FORKS, pytest.mark.usefixtures("free_forks")]
 

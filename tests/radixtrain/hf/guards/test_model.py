@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
@@ -23,6 +22,7 @@ from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.guards import model as probe
 from radixtrain.hf.share import leave_refused_calls
 from radixtrain.testing import relative_error
+from tests.support.models import tiny_model
 
 WIDTH = 32
 IDS = torch.tensor([[7, 8, 9, 1, 2, 4, 8], [7, 8, 9, 1, 3, 7, 7], [7, 8, 9, 4, 5, 7, 2]])

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from same_step import assert_same_gradient
-from tiers import cases
-from tiny_models import tiny_model
-from tiny_models import tiny_qwen3 as qwen3
 from torch import Tensor
 from transformers import DynamicCache
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.hf.backbone import CACHE
+from tests.support import cases
+from tests.support.models import tiny_model
+from tests.support.models import tiny_qwen3 as qwen3
+from tests.support.steps import assert_same_gradient
 
 IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from same_step import assert_same_gradient
 from torch import Tensor, nn
 from torch._functorch import utils
 from torch.autograd import Function
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from radixtrain import share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
+from tests.support.steps import assert_same_gradient
 
 IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 0], [7, 8, 9, 5, 0, 0], [7, 8, 9, 5, 6, 0]])
 MASK = (IDS != 0).long()

@@ -8,12 +8,12 @@ import re
 import numpy as np
 import pytest
 import torch
-from outcomes import logged, names
 from safetensors.torch import load_file
-from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration, _cell
+from tests.support import FULL
+from tests.support.runs import logged, names
 
 GREEDY = {"evaluate_generation__metric": "exact_match", "evaluate_generation__max_new_tokens": 16}
 

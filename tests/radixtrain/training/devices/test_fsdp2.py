@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import on_ranks
-from loops import loop_on
-from tiers import FULL
 from torch import Tensor, nn
 
 from radixtrain.checkpoints.folder import read_checkpoint
@@ -28,6 +25,9 @@ from radixtrain.training.fault_tolerance.run_state import load_weights
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.model_folder import save_hf_folder
+from tests.support import FULL
+from tests.support.loops import loop_on
+from tests.support.processes import on_ranks
 
 
 @pytest.fixture

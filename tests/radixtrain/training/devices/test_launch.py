@@ -7,12 +7,12 @@ import sys
 import time
 
 import pytest
-from forked_children import fork_children, rank_1_finds_an_error
-from outcomes import summary
-from tiers import FULL
 
 from radixtrain.training.devices import launch
 from radixtrain.training.devices.launcher_env import PARENT
+from tests.support import FULL
+from tests.support.processes import fork_children, rank_1_finds_an_error
+from tests.support.runs import summary
 
 TWO = {"trainer__devices": 2, "trainer__accelerator": "cpu", "trainer__deterministic": True}
 ENDLESS = {**TWO, "trainer__max_epochs": 100_000}

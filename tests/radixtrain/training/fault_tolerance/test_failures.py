@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from changed_runs import limit_open_files
 
 from radixtrain.errors import UserError
 from radixtrain.training.fault_tolerance.failures import explain, lost_rank
+from tests.support.processes import limit_open_files
 
 
 def of_worker(text: str) -> str:

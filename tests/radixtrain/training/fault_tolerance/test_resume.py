@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from outcomes import EXACT, assert_same_run
 from safetensors.torch import load_file, save_file
-from tiers import FULL, cases
 from transformers import AutoTokenizer
 
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import read_checkpoint, read_run
 from radixtrain.training.fault_tolerance import run_state
 from radixtrain.training.loop import Loop
+from tests.support import FULL, cases
+from tests.support.runs import EXACT, assert_same_run
 
 WHOLE = 10  # steps: 20 rows, 4 at a time, 2 epochs
 pytestmark = FULL

@@ -6,12 +6,8 @@ import signal
 import time
 from pathlib import Path
 
-import counting_trainer
 import pytest
 import torch
-from counting_trainer import CountingTrainer, written
-from forked_ranks import on_ranks
-from tiers import FULL
 from torch.distributed import DistError
 
 from radixtrain.checkpoints.folder import read_run
@@ -20,6 +16,9 @@ from radixtrain.errors import EndedElsewhere, Stopped, UserError
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite
 from radixtrain.training.fault_tolerance.run_state import generator_states, seed_per_rank, set_states_of_ranks
 from radixtrain.training.fault_tolerance.signals import Requests
+from tests.support import FULL, runs
+from tests.support.processes import on_ranks
+from tests.support.runs import CountingTrainer, written
 
 pytestmark = FULL
 
@@ -70,7 +69,7 @@ def test_an_error_of_a_rank_that_saves_ends_all(tmp_path: Path, monkeypatch: pyt
             raise UserError("the disk is full")
 
         if rank == failing:  # rank 0 writes; another one gathers its part
-            owner, name = (trainer, "save_checkpoint") if rank else (counting_trainer, "write_checkpoint")
+            owner, name = (trainer, "save_checkpoint") if rank else (runs, "write_checkpoint")
             monkeypatch.setattr(owner, name, full)
         try:
             trainer.run(lambda: None)

@@ -4,9 +4,9 @@ import logging
 from pathlib import Path
 
 import pytest
-from outcomes import names
 
 from radixtrain.training.fault_tolerance import signals
+from tests.support.runs import names
 
 VARIABLES = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 

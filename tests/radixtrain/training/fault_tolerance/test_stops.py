@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outcomes import names
-from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.training.fault_tolerance import signals as requests_module
 from radixtrain.training.module import RadixModule
+from tests.support import FULL
+from tests.support.runs import names
 
 Arguments = Callable[..., list[str]]
 CODES = [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]

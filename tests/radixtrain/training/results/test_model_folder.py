@@ -7,8 +7,6 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from tiers import FULL
-from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
@@ -22,6 +20,8 @@ from radixtrain.training.results.model_folder import (
     check_model_folder,
     save_hf_folder,
 )
+from tests.support import FULL
+from tests.support.models import tiny_model
 
 OURS = {CARD: MARK}
 
