@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from radixtrain.collators.token_row import (
-    FLOAT_COLUMNS,
-    FLOATS,
     IGNORE_INDEX,
     LOSS_MASKS,
+    WEIGHT_NAMES,
     FloatArray,
     TokenRow,
     has,
@@ -28,7 +27,7 @@ from radixtrain.collators.token_row import (
 from radixtrain.errors import DataError
 from radixtrain.tree.arrays import IntArray, back_to_back, cumulative
 
-READ = frozenset({"input_ids", "labels", *LOSS_MASKS, "attention_mask", "position_ids", "seq_lengths", *FLOAT_COLUMNS})
+READ = frozenset({"input_ids", "labels", *LOSS_MASKS, "attention_mask", "position_ids", "seq_lengths", *WEIGHT_NAMES})
 """The entries of a feature that a collator reads."""
 HARMLESS = frozenset(
     (
@@ -49,11 +48,9 @@ def token_rows(features: Sequence[Mapping[str, Any]], loss_on_all: bool = False)
     loss_on_all: a feature that has neither labels nor a loss mask bears loss on every token; otherwise it is refused.
 
     Raises ValueError for an empty list of features. Raises ValueError that names the feature and its entry for: no
-    labels and no loss mask; an entry that is not a flat list of integers (of finite numbers, for loss weights,
-    log-probabilities and advantages), or not as long as `input_ids`; a negative integer; a mask value other than 0 and
-    1; an empty sequence; packed ones; a token that the attention mask hides; log-probabilities or advantages in only
-    some of the features that bear loss; and an entry that a collator does not read, unless it cannot be an input of a
-    model.
+    labels and no loss mask; an entry that is not a flat list of integers (of finite numbers, for loss weights), or not
+    as long as `input_ids`; a negative integer; a mask value other than 0 and 1; an empty sequence; packed ones; a token
+    that the attention mask hides; and an entry that a collator does not read, unless it cannot be an input of a model.
     """
     if not features:
         raise ValueError("a collator needs at least one feature, got an empty list")
@@ -63,8 +60,6 @@ def token_rows(features: Sequence[Mapping[str, Any]], loss_on_all: bool = False)
             _check_not_negative(name, rows)
     except DataError as error:  # a DataLoader worker cannot pickle that one
         raise ValueError(str(error)) from None
-    for name in ("old_logprobs", "advantages"):
-        _check_in_all(name, rows)
     return rows
 
 
@@ -74,14 +69,14 @@ class PackedFeatures(NamedTuple):
     input_ids, labels: (T,), int64.
     cu_seqlens: (B+1,), int64. where each begins, and the end.
     position_ids: (T,), int64, from 0 in features that have none; None if no feature has any.
-    floats: (T,), float32, of each kind that some feature has; 1 in features that have none.
+    loss_weights: (T,), float32, 1 in features that have none; None if no feature has any.
     """
 
     input_ids: IntArray
     labels: IntArray
     cu_seqlens: IntArray
     position_ids: IntArray | None
-    floats: dict[str, FloatArray]
+    loss_weights: FloatArray | None
 
 
 def packed(arrays: Sequence[TokenRow]) -> PackedFeatures:
@@ -94,13 +89,9 @@ def packed(arrays: Sequence[TokenRow]) -> PackedFeatures:
             return None
         return np.concatenate([default(n) if x is None else x for x, n in zip(columns, lengths, strict=True)])
 
-    floats = {name: column(name, partial(np.ones, dtype=np.float32)) for name in FLOATS}
+    weights = column("loss_weights", partial(np.ones, dtype=np.float32))
     return PackedFeatures(
-        column("input_ids"),
-        column("labels"),
-        cumulative(np.array(lengths)),
-        column("position_ids"),
-        {name: values for name, values in floats.items() if values is not None},
+        column("input_ids"), column("labels"), cumulative(np.array(lengths)), column("position_ids"), weights
     )
 
 
@@ -149,30 +140,18 @@ def _check_not_negative(name: str, rows: Sequence[TokenRow]) -> None:
         raise DataError(given[number][0], f"{name} must not be negative: {entry}")
 
 
-def _check_in_all(name: str, arrays: Sequence[TokenRow]) -> None:
-    """Refuse features that lack floats which others have and for which there is no default."""
-    has = next((index for index, feature in enumerate(arrays) if getattr(feature, name) is not None), None)
-    if has is None:
-        return
-    for index, feature in enumerate(arrays):
-        if getattr(feature, name) is None and feature.num_labels:
-            raise ValueError(f"feature {index} bears loss and has no {name}, but feature {has} has some")
+def check_no_weights(arrays: Sequence[TokenRow]) -> None:
+    """Refuse features with loss weights for a batch whose loss the model computes: it would ignore them.
 
-
-def check_no_floats(arrays: Sequence[TokenRow]) -> None:
-    """Refuse features with floats for a batch whose loss the model computes: it would ignore them.
-
-    Raises ValueError that names the feature and the entry.
+    Raises ValueError that names the feature.
     """
     for index, feature in enumerate(arrays):
-        for name in FLOATS:
-            if getattr(feature, name) is not None:
-                raise ValueError(
-                    f"feature {index} has {name}, which the loss of a Hugging Face model ignores, so its gradient "
-                    f"would differ. Collate with merge_labels=True and take radixtrain's loss "
-                    f"(radixtrain.loss.linear_cross_entropy, or linear_logprobs and clipped_policy_loss), or remove "
-                    f"the entry"
-                )
+        if feature.loss_weights is not None:
+            raise ValueError(
+                f"feature {index} has loss_weights, which the loss of a Hugging Face model ignores, so its gradient "
+                f"would differ. Collate with merge_labels=True and take radixtrain's loss "
+                f"(radixtrain.loss.linear_cross_entropy), or remove the entry"
+            )
 
 
 def _check_unread(feature: Mapping[str, Any], where: str) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from radixtrain.collators.batching import Shares, share_by_padded_tokens, share_by_unique_tokens
-from radixtrain.collators.features import check_no_floats, packed, token_rows
-from radixtrain.collators.radix import RadixCollator, policy_fields
+from radixtrain.collators.features import check_no_weights, packed, token_rows
+from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.row_split import split_batch
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.tree.arrays import lengths_of
@@ -112,7 +112,7 @@ class StepCollator:
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Step:
         arrays = token_rows(features)
         if self.dedup and not self.merge_labels:
-            check_no_floats(arrays)  # here, because a micro-batch does not know its features' places in the step
+            check_no_weights(arrays)  # here, because a micro-batch does not know its features' places in the step
         shares = self.shares(arrays)
         groups = shares.groups[self.rank // self.sp_size]
         batches = [self._fitting(arrays, group) for group in groups]
@@ -196,7 +196,7 @@ class PaddedCollator:
 
     def collate(self, arrays: Sequence[TokenRow]) -> dict[str, Any]:
         """Collate features that have been read."""
-        ids, labels, cu_seqlens, given_positions, floats = packed(arrays)
+        ids, labels, cu_seqlens, given_positions, given_weights = packed(arrays)
         lengths = lengths_of(cu_seqlens)
         is_token = np.arange(lengths.max()) < lengths[:, None]
         input_ids = np.full(is_token.shape, self.pad_token_id, dtype=np.int64)
@@ -206,7 +206,7 @@ class PaddedCollator:
             positions[is_token] = given_positions
         labels[cu_seqlens[:-1]] = IGNORE_INDEX  # the first token is never predicted
         tokens = np.flatnonzero(labels != IGNORE_INDEX)
-        weights = floats.get("loss_weights", np.ones(len(ids), dtype=np.float32))
+        weights = np.ones(len(ids), dtype=np.float32) if given_weights is None else given_weights
         return {
             "input_ids": torch.from_numpy(input_ids),
             "attention_mask": torch.from_numpy(is_token.astype(np.int64)),
@@ -218,7 +218,6 @@ class PaddedCollator:
                 prediction_rows=torch.arange(len(tokens), device="cpu"),
                 loss_weights=torch.from_numpy(weights[tokens]),
                 label_indices=torch.from_numpy(tokens),
-                **policy_fields(floats, tokens),
             ),
         }
 
@@ -227,14 +226,13 @@ def dummy_features(arrays: Sequence[TokenRow], has_weights: bool) -> TokenRow:
     """Make a micro-batch of weight zero, for a rank that has fewer micro-batches of a step than another one.
 
     All ranks take part in every exchange of gradients, and of parameters if those are sharded, so they run as many
-    passes. These are the first tokens of the shortest sequence that bears loss; loss and gradients are exactly 0.
+    passes. These are the first tokens of the shortest sequence; loss and gradients are exactly 0.
 
     arrays: the features of the step. The tokens are taken from one of them, because a mixture of experts then routes
         them to experts that the step reaches anyway, and no other expert gets a gradient.
     has_weights: whether the batch has loss weights: then a label of weight 0. Otherwise there is no label.
     """
-    # Only a feature that bears loss is sure to have the floats of a policy loss.
-    shortest = min(arrays, key=lambda feature: (not feature.num_labels, len(feature.input_ids))).part(0, DUMMY_TOKENS)
+    shortest = min(arrays, key=lambda feature: len(feature.input_ids)).part(0, DUMMY_TOKENS)
     ids = shortest.input_ids
     if has_weights:
         return replace(shortest, labels=ids, loss_weights=np.zeros(len(ids), dtype=np.float32))

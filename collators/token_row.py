@@ -1,7 +1,7 @@
 """One sequence to train on, read from columns: a feature of a collator or a row of a file.
 
-Columns may be lists, arrays or tensors. Floats are aligned with the labels and not shifted: entry t belongs to token t,
-which is predicted from the one before. They become float32 here, as in the tensor that an ordinary collator would make.
+Columns may be lists, arrays or tensors. Weights are aligned with the labels and not shifted: entry t belongs to token
+t, which is predicted from the one before. They become float32 here, as in the tensor that an ordinary collator makes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,6 @@ Columns: TypeAlias = Mapping[str, Any]
 """The columns of a row, by name; None counts as absent."""
 IGNORE_INDEX = -100
 WEIGHT_NAMES = ("loss_weights", "weights")
-FLOATS = {"loss_weights": WEIGHT_NAMES, "old_logprobs": ("old_logprobs",), "advantages": ("advantages",)}
-"""The floats that a row may have -> the names that their column may have."""
-FLOAT_COLUMNS = frozenset(name for names in FLOATS.values() for name in names)
-ONE_FOR_ALL = frozenset({"advantages"})  # may be a single number for all tokens
 LOSS_MASKS = ("completion_mask", "assistant_masks", "mask")
 
 
@@ -36,8 +32,8 @@ class TokenRow:
     input_ids: (L,), int64. token ids.
     labels: (L,), int64. `labels[t]` is the target at position t, predicted from t - 1; -100 bears no loss.
     where: the file and line that it came from, or the number of a feature, for errors.
-    loss_weights, old_logprobs, advantages: (L,), float32, aligned with the labels, 0 where there is none; None if the
-        row has no such column. The first are factors of the labels' cross-entropies.
+    loss_weights: (L,), float32. factors of the labels' cross-entropies, 0 where there is no label; None if the row has
+        no such column.
     position_ids: (L,), int64, or None if they count from 0.
     """
 
@@ -45,8 +41,6 @@ class TokenRow:
     labels: IntArray
     where: str
     loss_weights: FloatArray | None = None
-    old_logprobs: FloatArray | None = None
-    advantages: FloatArray | None = None
     position_ids: IntArray | None = None
 
     @property
@@ -70,19 +64,19 @@ def read_token_row(columns: Columns, where: str) -> TokenRow:
     """Read a row.
 
     columns: `input_ids`, and `labels` or else any of `LOSS_MASKS`, 1 for a token that bears loss. Without these every
-        token bears loss. `position_ids` and `FLOATS` are optional, and so is an `attention_mask` that hides nothing.
+        token bears loss. `position_ids` and `loss_weights` (or `weights`) are optional, and so is an `attention_mask`
+        that hides nothing.
 
-    Raises DataError that names the column for: one that is not a flat list of integers (of numbers, for floats), or not
-    as long as `input_ids`; a mask value other than 0 and 1; a hidden token; two names of the same floats; a float on a
-    labelled token that float32 does not hold.
+    Raises DataError that names the column for: one that is not a flat list of integers (of numbers, for weights), or
+    not as long as `input_ids`; a mask value other than 0 and 1; a hidden token; both names of the weights; a weight of
+    a labelled token that float32 does not hold.
     """
     ids = _integers(columns, "input_ids", where)
     positions = _integers(columns, "position_ids", where, len(ids)) if has(columns, "position_ids") else None
     if has(columns, "attention_mask"):
         _check_hides_nothing(_mask(columns, "attention_mask", where, len(ids)), where)
     labels = _labels(columns, where, ids)
-    floats: dict[str, Any] = {} if columns.keys().isdisjoint(FLOAT_COLUMNS) else _token_floats(columns, where, labels)
-    return TokenRow(ids, labels, where, position_ids=positions, **floats)
+    return TokenRow(ids, labels, where, _loss_weights(columns, where, labels), positions)
 
 
 def has(columns: Columns, name: str) -> bool:
@@ -120,26 +114,20 @@ def _mask(columns: Columns, name: str, where: str, length: int) -> BoolArray:
     return mask
 
 
-def _token_floats(columns: Columns, where: str, labels: IntArray) -> dict[str, FloatArray]:
-    """Read the floats of a row, each (L,), 0 on tokens without a label, whatever is given there."""
-    given = {}
-    for floats, names in FLOATS.items():
-        named = [name for name in names if has(columns, name)]
-        if len(named) > 1:
-            raise DataError(where, f"{' and '.join(named)} are two names of one column; remove one")
-        if named:
-            given[floats] = _floats(columns, named[0], where, labels)
-    return given
-
-
-def _floats(columns: Columns, name: str, where: str, labels: IntArray) -> FloatArray:
-    values = _column(columns, name, where, len(labels), "numbers", "fiu")
+def _loss_weights(columns: Columns, where: str, labels: IntArray) -> FloatArray | None:
+    """Read the weights, 0 on tokens without a label, whatever is given there."""
+    named = [name for name in WEIGHT_NAMES if has(columns, name)]
+    if not named:
+        return None
+    if len(named) > 1:
+        raise DataError(where, f"{' and '.join(named)} are two names of one column; remove one")
+    values = _column(columns, named[0], where, len(labels), "numbers", "fiu")
     with np.errstate(over="ignore", invalid="ignore"):
-        floats = np.where(labels != IGNORE_INDEX, values, 0).astype(np.float32)
-    if not np.isfinite(floats).all():
-        place = int((~np.isfinite(floats)).argmax())
-        raise DataError(where, f"{name} must be finite on labelled tokens: {name}[{place}] = {values[place]}")
-    return floats
+        weights = np.where(labels != IGNORE_INDEX, values, 0).astype(np.float32)
+    if not np.isfinite(weights).all():
+        place = int((~np.isfinite(weights)).argmax())
+        raise DataError(where, f"{named[0]} must be finite on labelled tokens: {named[0]}[{place}] = {values[place]}")
+    return weights
 
 
 def _integers(columns: Columns, name: str, where: str, length: int | None = None) -> IntArray:
@@ -147,7 +135,7 @@ def _integers(columns: Columns, name: str, where: str, length: int | None = None
 
 
 def _column(columns: Columns, name: str, where: str, length: int | None, what: str, kinds: str) -> np.ndarray:
-    """Read a flat column; those in `ONE_FOR_ALL` may be one number.
+    """Read a flat column.
 
     length: that of `input_ids`; None for these themselves. kinds: NumPy's letters of the dtypes that are accepted.
     """
@@ -156,8 +144,6 @@ def _column(columns: Columns, name: str, where: str, length: int | None, what: s
     except (TypeError, ValueError, RuntimeError):  # ragged lists; tensors on a device, or of a dtype of torch's own
         came = f"a {type(columns[name]).__name__} that NumPy cannot read"
         raise DataError(where, f"{name} must be a flat list of {what}, got {came}") from None
-    if not values.ndim and name in ONE_FOR_ALL and length is not None:
-        values = np.broadcast_to(values, length)
     if values.ndim != 1 or (len(values) and values.dtype.kind not in kinds):
         raise DataError(where, f"{name} must be a flat list of {what}, got {values.dtype} {values.shape}")
     if length not in (None, len(values)):

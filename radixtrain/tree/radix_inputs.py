@@ -51,7 +51,6 @@ class RadixInputs(Movable):
     loss_weights: (P,). how many original tokens each entry stands for, int64; or its given weight, float32.
     label_indices: (P,), int64. the original token that each entry is, counted over all features back to back; None if
         an entry may stand for several.
-    old_logprobs, advantages: (P,), float32. as they were given, if they were.
     """
 
     rows: Tensor
@@ -67,8 +66,6 @@ class RadixInputs(Movable):
     prediction_rows = _section("prediction_rows")
     loss_weights = _section("loss_weights")
     label_indices = _section("label_indices")
-    old_logprobs = _section("old_logprobs")
-    advantages = _section("advantages")
 
     @classmethod
     def of(cls, **given: Any) -> RadixInputs:

@@ -88,14 +88,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({**ROW, "loss_weights": ["1", "2", "3"]}, "loss_weights must be a flat list of numbers, got <U1 (3,)"),
     ({**ROW, "loss_weights": [True] * 3}, "loss_weights must be a flat list of numbers, got bool (3,)"),
     ({**ROW, "loss_weights": 2.0}, "loss_weights must be a flat list of numbers, got float64 ()"),
-    ({**ROW, "old_logprobs": [None, -1.0, -1.0]}, "old_logprobs must be a flat list of numbers, got object (3,)"),
-    ({**ROW, "advantages": "1"}, "advantages must be a flat list of numbers, got <U1 (3,)"),
-    ({**ROW, "advantages": float("nan")}, "advantages must be finite on labelled tokens: advantages[1] = nan"),
+    ({**ROW, "loss_weights": [None, -1.0, -1.0]}, "loss_weights must be a flat list of numbers, got object (3,)"),
     ({**ROW, "weights": [0, 1e39, 1]}, "weights must be finite on labelled tokens: weights[1] = 1e+39"),
-    (
-        {**ROW, "old_logprobs": [0, 0, -np.inf]},
-        "old_logprobs must be finite on labelled tokens: old_logprobs[2] = -inf",
-    ),
+    ({**ROW, "weights": [0, 0, -np.inf]}, "weights must be finite on labelled tokens: weights[2] = -inf"),
     (
         {**ROW, "weights": [1, 1, 1], "loss_weights": [1, 1, 1]},
         "loss_weights and weights are two names of one column; remove one",
@@ -122,6 +117,7 @@ UNREAD = [
     ("weight", 0.5),
     ("is_valid", True),
     ("scores", [None, 0.5]),
+    ("advantages", [0.5, 0.5, 0.5]),
     ("nested", [[], [[1]]]),
     ("objects", np.array([1, "a"], dtype=object)),
 ]
@@ -247,12 +243,6 @@ FEATURES = [
 MERGED = RadixCollator(merge_labels=True)
 
 
-def refused(features, collator=MERGED):
-    with pytest.raises(ValueError) as error:
-        collator(features)
-    return str(error.value)
-
-
 def entries(batch):
     """(predictor, label, weight, original token) of each prediction."""
     predictors = batch["radix"].predictor_indices[batch["radix"].prediction_rows].tolist()
@@ -267,14 +257,12 @@ def test_three_sequences():
     assert entries(batch) == [(0, 8, -2.0, 1), (0, 8, 2.0, 4), (0, 8, 1.0, 7), (1, 9, 0.5, 2), (1, 5, 3.0, 5)]
     assert batch["radix"].predictor_indices.tolist() == [0, 1], "one hidden row for all predictions of a predictor"
     assert batch["radix"].loss_weights.dtype == torch.float32
-    assert "labels" not in batch and batch["radix"].old_logprobs is batch["radix"].advantages is None
+    assert "labels" not in batch
 
 
 def test_what_is_given_without_a_label_is_not_read():
-    [array] = token_rows(
-        [{"input_ids": [7, 8, 9], "labels": [N, 8, N], "old_logprobs": [float("nan"), -1.0, float("inf")]}]
-    )
-    assert array.old_logprobs.tolist() == [0.0, -1.0, 0.0]
+    [array] = token_rows([{"input_ids": [7, 8, 9], "labels": [N, 8, N], "weights": [float("nan"), -1.0, float("inf")]}])
+    assert array.loss_weights.tolist() == [0.0, -1.0, 0.0]
 
 
 @pytest.mark.parametrize("as_input", [tuple, np.array, torch.tensor, lambda x: np.array(x, np.float16)])
@@ -284,58 +272,35 @@ def test_lists_arrays_and_tensors(as_input):
     assert batch["radix"].loss_weights.tolist() == weights[1:]
 
 
-@pytest.mark.parametrize("collator", [MERGED, PaddedCollator(), StepCollator(max_tokens=2)])
-@pytest.mark.parametrize("name", ["old_logprobs", "advantages"])
-def test_what_no_number_stands_for_is_in_all_features_or_in_none(name, collator):
-    """Also if they would come into different micro-batches."""
-    features = [{"input_ids": [7, 8], "labels": [N, 8]}, {"input_ids": [5, 6], "labels": [N, 6], name: [0.0, -1.0]}]
-    assert refused(features, collator) == f"feature 0 bears loss and has no {name}, but feature 1 has some"
-
-
 @pytest.mark.parametrize("collator", [RadixCollator(), StepCollator(max_tokens=3, merge_labels=False)])
-@pytest.mark.parametrize("name", ["loss_weights", "weights", "old_logprobs", "advantages"])
+@pytest.mark.parametrize("name", ["loss_weights", "weights"])
 def test_a_models_own_loss_would_ignore_them(name, collator):
-    features = [{"input_ids": [5, 6], "labels": [N, 6]}, {"input_ids": [7, 8], "labels": [N, 8], name: [1.0, 1.0]}]
-    features[0] |= {name: None} if "weights" in name else {"labels": [N, N]}
-    known = "loss_weights" if name == "weights" else name
-    assert refused(features, collator).startswith(
-        f"feature 1 has {known}, which the loss of a Hugging Face model ignores, so its gradient "
-        f"would differ. Collate with merge_labels=True"
-    )
+    features = [{"input_ids": [5, 6], "labels": [N, 6], name: None}]
+    features += [{"input_ids": [7, 8], "labels": [N, 8], name: [1.0, 1.0]}]
+    with pytest.raises(
+        ValueError, match=r"^feature 1 has loss_weights, which the loss of a Hugging Face model ig"
+    ):
+        collator(features)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), ragged_batches(), st.sampled_from([1, 2, 1000]), st.sampled_from([None, 4, 12]))
-def test_each_float_stays_with_its_token(data, sequences, min_shared_tokens, max_tokens):
-    """In every micro-batch, each prediction has the floats of the token that it is, found by its place in the batch."""
+@given(st.data(), ragged_batches(), st.sampled_from([1, 2, 1000]), st.sampled_from([None, 4, 12]), st.booleans())
+def test_each_weight_stays_with_its_token(data, sequences, min_shared_tokens, max_tokens, dedup):
+    """In every micro-batch, each prediction has the weight of the token that it is, found by its place in the batch."""
     label = st.sampled_from([N, 0, 1, 2])
     features, expected = [], []
     for row, ids in enumerate(sequences):
         labels = [data.draw(label) for _ in ids]
-        numbers = [8.0 * row + place + 0.25 for place in range(len(ids))]  # each its own
-        columns = {
-            "loss_weights": numbers,
-            "old_logprobs": [-x for x in numbers],
-            "advantages": [x + 0.5 for x in numbers],
-        }
-        features.append({"input_ids": ids, "labels": labels, **columns})
-        expected += [(labels[n], x, -x, x + 0.5) for n, x in enumerate(numbers) if n and labels[n] != N]
-    for dedup in (True, False):
-        step = StepCollator(dedup=dedup, max_tokens=max_tokens, min_shared_tokens=min_shared_tokens)(features)
-        floats = ("loss_weights", "old_logprobs", "advantages")
-        assert {getattr(batch["radix"], name).dtype for batch in step.micro_batches for name in floats} == {
-            torch.float32
-        }
-        found = []
-        for batch, members in zip(step.micro_batches, step.members, strict=True):
-            packed = [token for index in members for token in features[index]["loss_weights"]]
-            entries = zip(
-                batch["shift_labels"][0].tolist(),
-                *(getattr(batch["radix"], name).tolist() for name in (*floats, "label_indices")),
-                strict=True,
-            )
-            for target, weight, old, advantage, token in entries:
-                assert packed[token] == weight
-                found.append((target, weight, old, advantage))
-        assert sorted(found) == sorted(expected)
-        assert step.num_labels == len(expected)
+        weights = [8.0 * row + place + 0.25 for place in range(len(ids))]  # each its own
+        features.append({"input_ids": ids, "labels": labels, "loss_weights": weights})
+        expected += [(labels[n], x) for n, x in enumerate(weights) if n and labels[n] != N]
+    step = StepCollator(dedup=dedup, max_tokens=max_tokens, min_shared_tokens=min_shared_tokens)(features)
+    found = []
+    for batch, members in zip(step.micro_batches, step.members, strict=True):
+        packed = [token for index in members for token in features[index]["loss_weights"]]
+        assert batch["radix"].loss_weights.dtype == torch.float32
+        columns = batch["shift_labels"][0], batch["radix"].loss_weights, batch["radix"].label_indices
+        for target, weight, token in zip(*(column.tolist() for column in columns), strict=True):
+            assert packed[token] == weight
+            found.append((target, weight))
+    assert sorted(found) == sorted(expected) and step.num_labels == len(expected)
