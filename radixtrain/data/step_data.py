@@ -228,7 +228,6 @@ class StepData:
             merge_labels=merge_labels,
             min_shared_tokens=settings.min_shared_tokens,
             pad_to_multiple_of=settings.pad_to_multiple_of,
-            shared_targets=settings.shared_targets if merge_labels else "every",
         )
 
     def features_of_step(self, index: int) -> list[dict[str, Any]]:

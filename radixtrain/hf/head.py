@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from threading import RLock, get_ident
 from typing import Any
 
@@ -243,6 +244,7 @@ def _returning(backbone: PreTrainedModel, rows: Tensor) -> Iterator[None]:
     """Make the backbone return these rows to this thread, whatever its arguments."""
     thread = get_ident()
 
+    @wraps(backbone.forward)  # or a model that is judged again meanwhile seems to take no position_ids
     def forward(*args: object, **kwargs: object) -> Any:
         return _Returned(last_hidden_state=rows[None]) if get_ident() == thread else ordinary(*args, **kwargs)
 

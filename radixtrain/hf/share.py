@@ -9,7 +9,8 @@ a new packed document. So the hooks check that every layer ran ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -160,6 +161,19 @@ def leave_refused_calls(model: nn.Module) -> None:
 def _state_of(model: nn.Module) -> _State | None:
     state: _State | None = getattr(model_inside(model), STATE, None)
     return state
+
+
+@contextmanager
+def shared_for_a_while(model: nn.Module) -> Iterator[None]:
+    """Share a model that is not shared, and restore it afterwards."""
+    is_shared = _state_of(model) is not None
+    if not is_shared:
+        share_prefixes(model)
+    try:
+        yield
+    finally:
+        if not is_shared:
+            restore_model(model)
 
 
 def options_of(model: nn.Module) -> dict[str, Any] | None:

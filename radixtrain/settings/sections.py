@@ -50,8 +50,6 @@ class DataSettings(Section):
     seed: for the order of the steps and `val_size`; on the command line it is `seed_everything`, and 42 if that is
         true or false and not a number.
     min_shared_tokens: merge branches that would save fewer tokens than this.
-    shared_targets: weight of a label that several sequences of a step share: every, once for each, as in an ordinary
-        trainer; once, once with the mean of their loss weights.
     pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of it.
     dataset_num_proc: processes that tokenise; null: one for each core if the file is large.
     cache_dir: folder of tokenised rows; null is `tokens` in `$RADIXTRAIN_CACHE`.
@@ -90,7 +88,6 @@ class DataSettings(Section):
     group_by_prefix: bool | int = False
     seed: Annotated[int, Limits(0, 2**32 - 1), FilledBy("seed_everything")] = 42
     min_shared_tokens: Count = 4
-    shared_targets: Literal["every", "once"] = "every"
     pad_to_multiple_of: Count | None = None
     dataset_num_proc: Annotated[int | None, Limits(1, MOST_PROCESSES)] = None
     cache_dir: str | None = None

@@ -171,8 +171,3 @@ def test_features_are_left_alone():
     ids, labels = np.array([7, 8]), np.array([7, 8])
     RadixCollator()([{"input_ids": ids, "labels": labels}])
     assert (ids.tolist(), labels.tolist()) == ([7, 8], [7, 8])
-
-
-def test_another_kind_of_tensors_is_refused():
-    with pytest.raises(ValueError, match=r"^RadixCollator returns torch tensors; return_tensors='np' is not avail"):
-        RadixCollator(return_tensors="np")

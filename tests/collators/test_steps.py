@@ -132,7 +132,6 @@ OPTIONS = [
     {"min_shared_tokens": 3},
     {"pad_to_multiple_of": 4},
     {"min_shared_tokens": 4, "pad_to_multiple_of": 3},
-    {"shared_targets": "once"},
     {"dedup": False},
 ]
 
@@ -146,8 +145,7 @@ def test_the_ranks_together_make_the_step_however_it_is_cut(features, max_tokens
     assert len({len(step.micro_batches) for step in shares}) == 1
     seen = [index for step in shares for members in step.members for index in members]
     assert sorted(seen) == list(range(len(features)))
-    once, expected = options.get("shared_targets") == "once", expected_predictions(features)
-    expected = predictions(one(features), features) if once else expected
+    expected = expected_predictions(features)
     assert sum((predictions(step, features) for step in shares), Counter()) == expected
     num_tokens = sum(len(feature["input_ids"]) for feature in features)
     prefixes = {

@@ -102,7 +102,7 @@ def same_step(
 
 def _within(rung: Rung, what: Any, bar: float) -> Rung:
     assert not rung.failed, f"{what}: {rung.reason}"
-    assert rung.worst.radix <= bar and rung.loss_error <= bar, f"{what}: {rung.worst}, loss {rung.loss_error:.1e}"
+    assert rung.worst.radix <= bar and rung.loss.radix <= bar, f"{what}: {rung.worst}, loss {rung.loss.radix:.1e}"
     return rung
 
 

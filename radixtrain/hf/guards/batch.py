@@ -28,7 +28,7 @@ from radixtrain.hf.attention_interface import OPTIONS, take_over
 from radixtrain.hf.backbone import CACHE, Parts, pretrained_model_of, text_decoder_of
 from radixtrain.hf.guards.draws import check_draws
 from radixtrain.hf.guards.rules import check_supported, why_no_soft_cap
-from radixtrain.hf.positions import limit_of, positions_in_table, why_padding_matters
+from radixtrain.hf.positions import limit_of, positions_in_table
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RadixInputs
 
@@ -84,11 +84,6 @@ def check_batch(
         raise UserError(f"{name}: {reason}, and tree attention would compute something else; {TRAIN_WITHOUT_SHARING}")
     _check_inputs(decoder, given, num_rows)
     _check_reach(decoder, layout.max_seqlen, layout.max_position)
-    if radix.is_left_padded and (reason := why_padding_matters(decoder)):
-        raise UserError(
-            f"a feature is padded on the left, so Hugging Face counts its positions from the padding, and {name} has "
-            f"{reason}; leave the padding to the collator, or give position_ids"
-        )
     check_draws(decoder, head, allowed)
 
 

@@ -27,7 +27,8 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, did_you_mean, first_line
 from radixtrain.generation.cache import RadixCache
 from radixtrain.generation.generate import check_arguments, generate
-from radixtrain.generation.prefill import generating, score_completions
+from radixtrain.generation.prefill import generating
+from radixtrain.generation.score import score_completions
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.guards.batch import check_table
 from radixtrain.hf.guards.draws import evaluating
@@ -234,7 +235,7 @@ def _with_logprobs(
     pairs = [(prompt.token_ids, tokens) for prompt, (tokens, *_) in zip(prompts, rows, strict=True)]
     if pairs and _why_ordinary(model, prompts, options) is None:
         scores = score_completions(model, [ids for ids, _ in pairs], [[tokens] for _, tokens in pairs])
-        logprobs = [score.logprob for (score,) in scores]
+        logprobs = [sum(each) for (each,) in scores]
     else:
         logprobs = [_logprob(model, *pair) for pair in pairs]
     return [(tokens, logprob, reason) for (tokens, _, reason), logprob in zip(rows, logprobs, strict=True)]

@@ -133,9 +133,7 @@ READ = r"""
 {"input_ids": [97, 98, 99], "mask": "unread", "labels": [97, 98, 99]} -> [abc]
 {"input_ids": [97, 98, 99], "completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]} -> a[b]c
 {"input_ids": [97, 98, 99], "labels": [-100, -100, 99], "completion_mask": [0, 1, 0]} -> ab[c]
-{"input_ids": [97, 98, 99, 100, 101], "attention_mask": [1, 1, 1, 0, 0], "loss_weights": [1.0, 1.0, 1.0, 1.0, 1.0]} -> [abc]
-{"input_ids": [97, 98, 99, 100, 101], "attention_mask": [0, 0, 1, 1, 1]} -> [cde]
-{"input_ids": [97, 98, 99, 100, 101], "attention_mask": [0, 1, 1, 1, 0], "labels": [97, 98, 99, 100, 101]} -> [bcd]
+{"input_ids": [97, 98, 99], "attention_mask": [1, 1, 1], "loss_weights": [1.0, 1.0, 1.0]} -> [abc]
 """
 
 
@@ -260,7 +258,7 @@ REFUSED = r"""
 {"input_ids": [1, 2], "weights": [true, 1]} -> weights: expected numbers of float32, found 'True' at position 0
 {"input_ids": [1, 2], "weights": [1, NaN]} -> weights: expected numbers of float32, found 'nan' at position 1
 {"input_ids": [1, 2], "weights": [1, -1e+39]} -> weights: expected numbers of float32, found '-1e+39' at position 1
-{"input_ids": [1], "attention_mask": [0]} -> no token bears loss
+{"input_ids": [1, 2], "attention_mask": [0, 1]} -> attention_mask[0] is 0, and a row has no padding here
 """
 TURNS_REFUSED = r"""
 # the second turn of a chat, and the reason, without the turn, or how it begins

@@ -11,8 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from radixtrain import RadixCollator, generate, score_completions, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.testing import relative_error
-from radixtrain.verification.oracle import float64_throughout
-from tests.support.models import PASSED_ON, tiny_model
+from tests.support.models import tiny_model
 
 N = -100
 FEATURES = [
@@ -58,42 +57,6 @@ PADDED = {
     "attention_mask": [0, 0, 1, 1, 1, 1, 1],
 }
 POSITIONS = [0, 0, 0, 1, 2, 3, 4]
-
-
-class TestLeftPadding:
-    """Hugging Face counts positions from the padding unless it is given some."""
-
-    def batch(self, **changes: Any) -> dict[str, Any]:
-        return RadixCollator()([{**PADDED, **changes}, FEATURES[1]])
-
-    @pytest.mark.parametrize(
-        ("model_class", "message"),
-        [
-            pytest.param(
-                "GPT2LMHeadModel", r"padded on the left, .* GPT2Model has learned positions \(wpe\)", marks=PASSED_ON
-            ),
-            ("Llama4ForCausalLM", "Llama4TextModel has scores that are scaled by the position"),
-        ],
-    )
-    def test_what_reads_absolute_positions_is_refused(self, model_class, message):
-        model = share_prefixes(tiny_model(model_class, attention_chunk_size=64))
-        with pytest.raises(UserError, match=message):
-            model(**self.batch())
-
-    @PASSED_ON
-    def test_positions_that_the_feature_brings(self):
-        """Then the padding changes nothing in any model."""
-        model = share_prefixes(tiny_model("GPT2LMHeadModel"))
-        assert torch.equal(model(**self.batch(position_ids=POSITIONS)).loss, model(**RadixCollator()(FEATURES)).loss)
-
-    def test_rotary_embeddings_look_at_distances(self, tiny_qwen3):
-        """Equal up to rounding to what Hugging Face computes on the padded row, at positions from 2."""
-        model = tiny_qwen3()
-        padded = {name: torch.tensor(values)[None] for name, values in PADDED.items()}
-        with float64_throughout(model):
-            ordinary = model(**padded).loss.item()
-            radix = share_prefixes(model)(**RadixCollator()([PADDED])).loss.item()
-        assert radix == pytest.approx(ordinary, rel=1e-12)
 
 
 ROWS = [[1, 2, 3, 4, 5, 6, 7, 8, *more] for more in ([9, 1, 2, 3], [9, 1, 5, 5], [2, 2, 3, 1], [9, 3, 3, 4])]
@@ -169,5 +132,5 @@ def test_generation_scaled_by_the_place(model: Any) -> None:
     assert torch.equal(found, torch.cat(answers))
     with torch.no_grad():
         logs = model(IDS).logits.log_softmax(-1)[:, 7:-1].gather(2, IDS[:, 8:, None])[..., 0].sum(1)
-    (scores,) = score_completions(model, [ROWS[0][:8]], [row[8:] for row in ROWS])
-    assert relative_error(torch.tensor([each.logprob for each in scores]), logs) <= 1e-5
+    (scores,) = score_completions(model, [ROWS[0][:8]], [[row[8:] for row in ROWS]])
+    assert relative_error(torch.tensor(scores).sum(1), logs) <= 1e-5
