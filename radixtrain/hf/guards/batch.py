@@ -26,7 +26,7 @@ from radixtrain.collators.misuse_guard import callers, is_instance_by_name
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import OPTIONS, take_over
 from radixtrain.hf.backbone import CACHE, Parts, pretrained_model_of, text_decoder_of
-from radixtrain.hf.guards.draws import check_draws
+from radixtrain.hf.guards.draws import number_that_draws, why_refused
 from radixtrain.hf.guards.rules import check_supported, why_no_soft_cap
 from radixtrain.hf.positions import limit_of, positions_in_table, why_padding_matters
 from radixtrain.tree.layout import TreeLayout
@@ -89,7 +89,8 @@ def check_batch(
             f"a feature is padded on the left, so Hugging Face counts its positions from the padding, and {name} has "
             f"{reason}; leave the padding to the collator, or give position_ids"
         )
-    check_draws(decoder, head, allowed)
+    if head is not None and number_that_draws(head, allowed)[0]:
+        raise UserError(why_refused("the head draws at random", head, allowed))
 
 
 def _check_reach(decoder: PreTrainedModel, longest: int, max_position: int) -> None:

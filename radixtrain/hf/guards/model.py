@@ -121,7 +121,7 @@ def verdict_of(
                 if decoder not in _untried and mixers_of(decoder):
                     _untried.add(decoder)
                     _say_whole(decoder, "its weights are not whole in this process, so forks cannot be tried")
-                return Verdict(f"{who} {DRAWS}" if drew and number_that_draws(decoder) else None)
+                return Verdict(f"{who} {DRAWS}" if drew and number_that_draws(decoder, allowed)[0] else None)
             tried[ROWS.shape] = _first_verdict(backbone, head, progress, allowed, drew)
             if tried[ROWS.shape].reason == DRAWS and not (code.tried or drew):
                 tried[ROWS.shape] = Verdict(None)  # the call itself will show it, and is refused with the number
@@ -252,7 +252,7 @@ def _tried(
             bar = _bar(decoder, expected.states)
             are_alike = partial(_are_alike, bar)
             is_same = are_alike(expected.states, again.states) and not any(expected.suspects(again, bar))
-            if not is_same or drew > draws:  # only in longer rows
+            if not is_same or (drew > draws and not allowed):  # only in longer rows
                 return DRAWS
             summed = torch.zeros_like(found.gradient).index_add_(0, copies, expected.gradient[tokens])
             suspects = [*expected.suspects(found, bar)]
