@@ -74,8 +74,21 @@ class Verdict(NamedTuple):
     forks: bool = False
 
 
-# Of a decoder, by its state and the shape of the rows that were tried.
-_verdicts: WeakKeyDictionary[nn.Module, dict[Hashable, dict[Sequence[int], Verdict]]] = WeakKeyDictionary()
+class _Judged(NamedTuple):
+    """What is known of a decoder in one state: of its `OtherCode`, and the verdicts by the shape of the rows tried."""
+
+    refused: str | None
+    tried: str
+    verdicts: dict[Sequence[int], Verdict]
+
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Return whether rows of this shape need no trial: only code that is not the model's own needs long ones."""
+        return not self.tried or any(
+            each.reason or (shape[0] <= rows and shape[1] <= length) for (rows, length), each in self.verdicts.items()
+        )
+
+
+_judged: WeakKeyDictionary[nn.Module, dict[Hashable, _Judged]] = WeakKeyDictionary()  # of a decoder, by its state
 _untried: WeakSet[nn.Module] = WeakSet()  # those with recurrent layers of which that has been said
 
 
@@ -104,40 +117,48 @@ def verdict_of(
     processes, nothing is tried: then the rules decide, code that is not the model's own is refused, and recurrent
     layers compute whole sequences.
     """
+    if (recorded := why_recorded()) is not None:
+        return Verdict(recorded)
     decoder = text_decoder_of(backbone)
     code = code_in(model, decoder, head, **reached)
-    if (refused := why_recorded() or code.refused) is not None:
-        return Verdict(refused)
-    who = f"code that is not the model's own ({code.tried})" if code.tried else type(decoder).__name__
     numbers = [value for each in decoder.modules() for value in values_of(each)] if drew else ()
     key = code.state, backbone is decoder, _arithmetic(decoder), *allowed, *numbers
     gradients = torch.is_grad_enabled()
     with _trying, torch.inference_mode(False), torch.set_grad_enabled(gradients):
-        tried = _verdicts.setdefault(decoder, {}).setdefault(key, {})
-        if ROWS.shape not in tried:
+        known = _judged.setdefault(decoder, {})
+        if key not in known:
+            known[key] = _Judged(code.refused, code.tried, {})
+        judged = known[key]
+        if judged.refused is not None:
+            return Verdict(judged.refused)
+        if ROWS.shape not in judged.verdicts:
             if not _is_whole(decoder):
-                if code.tried:
-                    return Verdict(f"{who} cannot be tried, because the weights are not whole in this process")
-                if decoder not in _untried and mixers_of(decoder):
-                    _untried.add(decoder)
-                    _say_whole(decoder, "its weights are not whole in this process, so forks cannot be tried")
-                return Verdict(f"{who} {DRAWS}" if drew and number_that_draws(decoder, allowed)[0] else None)
-            tried[ROWS.shape] = _first_verdict(backbone, head, progress, allowed, drew)
-            if tried[ROWS.shape].reason == DRAWS and not (code.tried or drew):
-                tried[ROWS.shape] = Verdict(None)  # the call itself will show it, and is refused with the number
-        forks = tried[ROWS.shape].forks
-        is_known = any(each.reason or (shape[0] <= rows and shape[1] <= n) for (rows, n), each in tried.items())
-        if code.tried and not is_known:
+                return _untried_verdict(decoder, judged.tried, drew and bool(number_that_draws(decoder, allowed)[0]))
+            judged.verdicts[ROWS.shape] = _first_verdict(backbone, head, progress, allowed, drew, bool(judged.tried))
+        forks = judged.verdicts[ROWS.shape].forks
+        if not judged.covers(shape):
             places = torch.arange(shape[1])
             own = torch.arange(shape[0])[:, None] * (places >= shape[1] // 2)
             ids = (places + own) % 7 + 1
             with torch.no_grad():  # and without a head, whose logits would take much memory
-                tried[shape] = Verdict(_tried(backbone, None, progress, allowed, ids), forks)
-        reason = next((each.reason for each in tried.values() if each.reason), None)
-    return Verdict(reason and f"{who} {reason}", forks)
+                judged.verdicts[shape] = Verdict(_tried(backbone, None, progress, allowed, ids), forks)
+        reason = next((each.reason for each in judged.verdicts.values() if each.reason), None)
+    return Verdict(reason and f"{judged.tried or type(decoder).__name__} {reason}", forks)
 
 
-def _first_verdict(backbone: Any, head: Any, progress: Progress, allowed: Collection[str], drew: bool) -> Verdict:
+def _untried_verdict(decoder: nn.Module, other_code: str, draws: bool) -> Verdict:
+    """Return the verdict on weights that are not whole in this process."""
+    if other_code:
+        return Verdict(f"{other_code} cannot be tried, because the weights are not whole in this process")
+    if decoder not in _untried and mixers_of(decoder):
+        _untried.add(decoder)
+        _say_whole(decoder, "its weights are not whole in this process, so forks cannot be tried")
+    return Verdict(f"{type(decoder).__name__} {DRAWS}" if draws else None)
+
+
+def _first_verdict(
+    backbone: Any, head: Any, progress: Progress, allowed: Collection[str], drew: bool, has_other_code: bool
+) -> Verdict:
     """Try a model on a few rows: with states that fork, if it has any, and then without."""
     decoder = text_decoder_of(backbone)
     given = backbone, head, progress, allowed, ROWS, drew
@@ -147,6 +168,8 @@ def _first_verdict(backbone: Any, head: Any, progress: Progress, allowed: Collec
         if why_whole is None:
             return Verdict(None, forks=True)
     reason = _tried(*given)
+    if reason == DRAWS and not (has_other_code or drew):
+        reason = None  # the call itself will show it, and is refused with the number
     if why_whole and reason is None:
         _say_whole(decoder, why_whole)
     return Verdict(reason)
@@ -166,7 +189,7 @@ def _arithmetic(decoder: Any) -> Hashable:
 def forget_verdicts(decoder: Any) -> None:
     """Try a decoder again at its next call: it has changed."""
     with _trying:
-        _verdicts.pop(decoder, None)
+        _judged.pop(decoder, None)
 
 
 class _Pass(NamedTuple):
