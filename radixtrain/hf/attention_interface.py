@@ -41,7 +41,6 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import is_text
 from radixtrain.hf.modules import attends, eager_places, interfaces_of, name_of
 from radixtrain.hf.padded.spread import Places
-from radixtrain.hf.positions import at_own_places, scales
 from radixtrain.hf.recurrent import tree_runs
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
@@ -278,7 +277,7 @@ def radix_attention(ordinary: Attention) -> Attention:
                 f"{name_of(module)} gives its attention more than a mask by position; {TRAIN_WITHOUT_SHARING}"
             )
         heads = query, key, value
-        if torch.compiler.is_compiling() and call.in_graph and is_empty(attention_mask) and not scales(module):
+        if torch.compiler.is_compiling() and call.in_graph and is_empty(attention_mask) and not _scales(module):
             return _attend_in_graph(call, module, heads, attention_mask, kwargs, ordinary)
         return _attend(call, module, heads, attention_mask, kwargs, ordinary)
 
@@ -355,7 +354,7 @@ def _attend(
     written = on_mask(attention_mask)
     both_ways = written is not None and written.both_ways
     try:
-        attended = _attended(call, (at_own_places(layer, heads[0], call), *heads[1:]), window, options, both_ways)
+        attended = _attended(call, (_at_own_places(layer, heads[0], call), *heads[1:]), window, options, both_ways)
     except UserError as error:  # this layer cannot do what was requested
         why = f" attends to the last {window} tokens, and this batch has a sequence of {longest}" if window else ""
         raise UserError(f"{name_of(layer)}{why}: {error}") from None
@@ -363,6 +362,29 @@ def _attend(
     if both_ways:
         call.both_ways.append(id(layer))
     return attended
+
+
+def _scales(layer: nn.Module) -> bool:
+    """Return whether a layer scales its queries by their place."""
+    own: Any = layer
+    return bool(getattr(layer, "attn_temperature_tuning", None)) and not own.use_rope
+
+
+def _at_own_places(layer: nn.Module, query: Tensor, call: Call) -> Tensor:
+    """Scale queries, (1, N, rows, H), by the place of each row in its sequence.
+
+    Llama 4's layers without rotary embeddings take no positions: they have scaled queries by the place in their hidden
+    states, which are the unique tokens here.
+    """
+    own: Any = layer
+    if not _scales(layer):
+        return query
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    computed, of_sequence = (
+        (torch.log1p(torch.floor((places.float() + 1.0) / own.floor_scale)) * own.attn_scale + 1.0).to(wide)
+        for places in (torch.arange(length, device=query.device) for length in (query.shape[2], call.layout.max_seqlen))
+    )
+    return (query * (of_sequence[call.depths] / computed)[:, None]).to(query.dtype)
 
 
 def _as_autocast(x: Tensor) -> Tensor:

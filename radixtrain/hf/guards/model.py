@@ -6,15 +6,19 @@ depends on them. All of that shows here: in the first call that would be shared,
 What short rows do not show is in `rules.py`. Code that is not the model's own may have limits that nobody has read,
 such as a capacity, so it is tried on rows as long as those of the call too, of which only the values are compared.
 
-A model with recurrent layers is tried with states that fork (`forks.py`). If it differs, it is tried with whole
-sequences, which its mixers then compute in every call. So they do where nothing can be tried.
+A model with recurrent layers is tried with states that fork. If it differs, it is tried with whole sequences, which its
+mixers then compute in every call. So they do where nothing can be tried. A mixer that starts from a state has to read
+it and return its gradient, and the gradient of its final state. Not all do: Mamba's first version does not read it, and
+a kernel for generation may have no gradient. In 16 bits the outputs of a model do not show that: the state of fresh
+weights, or one that fades fast, is small beside the rounding of all layers. So each mixer runs by itself too. What its
+rows after the forks give to those before them comes through the states alone: where one is lost, that gradient is zero.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -40,14 +44,13 @@ from radixtrain.hf.guards.draws import (
     set_generator_states,
     without_dropout,
 )
-from radixtrain.hf.guards.forks import why_no_fork
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.progress import Progress
-from radixtrain.hf.recurrent import arguments_by_name
+from radixtrain.hf.recurrent import arguments_by_name, each_tensor, run_on_tree
 from radixtrain.hf.windows import chunk_of, no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.runs import SHORTEST_FORK, runs_of_segments
+from radixtrain.tree.runs import SHORTEST_FORK, RunLayout, runs_of_segments
 
 logger = logging.getLogger(__name__)
 # Rows that share five tokens, two of them six; of ids that every vocabulary has. Five are more than most convolutions
@@ -56,6 +59,7 @@ NUM_SHARED = 5
 ROWS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2], [1, 2, 3, 4, 5, 3, 2, 7, 1], [1, 2, 3, 4, 5, 3, 6, 1, 7]])
 DRAWS = "draws at random"
 ROUNDING = 2  # times the distance of two ordinary passes, one of them from embeddings that are rounded otherwise
+LOST = 0.1  # relative error of the gradient through the states of a mixer, of which rounding in bfloat16 makes 0.01
 LARGE = 2**22  # numbers: larger buffers are weights of a quantized layer, larger parameters not those of an adapter
 _trying = RLock()  # a trial changes modules for a while
 NO_VALUES = (("torch.distributed.tensor", "DTensor"), ("torch._subclasses.fake_tensor", "FakeTensor"))
@@ -267,7 +271,7 @@ def _tried(
             if forks:
                 with progress.during(None):
                     tries = (
-                        why_no_fork(mixer, given, call.runs, whole, layout.row_depths < NUM_SHARED)
+                        _why_no_fork(mixer, given, call.runs, whole, layout.row_depths < NUM_SHARED)
                         for mixer, given in found.mixers.items()
                     )
                     if reason := next(filter(None, tries), None):
@@ -301,6 +305,40 @@ def _tried(
     if len(expected.left) != len(found.left) or not all(map(are_alike, expected.left, found.left)):
         return "leaves another state in a module"
     return None
+
+
+def _why_no_fork(
+    mixer: nn.Module, given: Mapping[str, Any], forked: RunLayout, whole: RunLayout, is_above: Tensor
+) -> str | None:
+    """Say why runs of a mixer cannot start from a state; None if they can.
+
+    given: its arguments on unique rows, the hidden rows first. forked, whole: the runs of a batch with forks and
+    without. is_above: the rows before its forks, (U,).
+    """
+    name = type(mixer).__name__
+    try:
+        found, expected = (_gradient_above_forks(mixer, given, runs, is_above) for runs in (forked, whole))
+    except Exception as error:  # a kernel may raise anything
+        return f"{name} raises {type(error).__name__}: {first_line(error)}"
+    if not expected.any():
+        return f"the state of {name} does not show"
+    is_lost = expected.any(dim=-1) & ~found.any(dim=-1)
+    if is_lost.any() or not (found - expected).norm() <= LOST * expected.norm():
+        return f"the gradient of rows before a fork does not come through the state of {name}"
+    return None
+
+
+@torch.enable_grad()
+def _gradient_above_forks(mixer: nn.Module, given: Mapping[str, Any], runs: RunLayout, is_above: Tensor) -> Tensor:
+    """Return the gradient of the rows before the forks, (rows, channels), of a sum of the outputs after them."""
+    inputs = {name: each_tensor(Tensor.detach, len(is_above), value) for name, value in given.items()}
+    rows = next(iter(inputs.values())).requires_grad_()
+    output = run_on_tree(mixer, mixer.forward, inputs, runs)
+    outputs = output if isinstance(output, tuple) else (output,)
+    below = torch.cat([each[0, ~is_above].flatten() for each in outputs if each is not None])
+    weights = torch.arange(len(below), device=below.device).sin()
+    (gradient,) = torch.autograd.grad((below * weights).sum(), rows)
+    return gradient[0, is_above].float()
 
 
 def _first_layer(decoder: Any, expected: _Pass, found: _Pass, moved: _Pass) -> str:

@@ -17,6 +17,7 @@ from radixtrain.hf.backbone import arguments_of, is_cache, text_decoder_of, with
 from radixtrain.hf.guards.batch import Options
 from radixtrain.hf.guards.code import hooks_between_ours
 from radixtrain.hf.guards.model import verdict_of
+from radixtrain.hf.guards.rules import why_padding_matters
 from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.padded.calls import (
     PaddedRows,
@@ -30,7 +31,6 @@ from radixtrain.hf.padded.causes import Causes, NotShared
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.spread import NO_ROW, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
-from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.progress import Progress, Upstream
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.hf.windows import no_mask, window_may_bind

@@ -18,7 +18,6 @@ from radixtrain import RadixCollator, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of, pretrained_model_of
 from radixtrain.hf.guards import rules
-from radixtrain.hf.guards.batch import widest_head_dim
 from radixtrain.hf.guards.rules import RULES, WITHOUT
 from radixtrain.hf.share import check_takes_collated
 
@@ -294,29 +293,3 @@ def test_draws(tiny_qwen3: Callable[..., Any], name: str, is_early: bool) -> Non
     if name != "a module":
         with pytest.raises(UserError, match=r"act_fn\.1\.p=0\.5"):
             model(**batch)
-
-
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-LATENT = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 40}
-
-
-class TestHeadDim:
-    """The head dim by which a kernel is chosen."""
-
-    @pytest.mark.parametrize(
-        ("config", "expected"),
-        [
-            (transformers.LlamaConfig(**SIZES), 16),
-            (transformers.Qwen3Config(**SIZES, head_dim=32), 32),
-            (transformers.Gemma3Config(text_config={**SIZES, "head_dim": 32}), 32),
-            (transformers.GPT2Config(n_embd=64, n_head=4), 16),
-            (transformers.DeepseekV3Config(**SIZES, **LATENT), 40),
-            (transformers.DeepseekV3Config(**SIZES, **{**LATENT, "v_head_dim": 8}), 32),
-        ],
-    )
-    def test_is_the_widest(self, config: Any, expected: int) -> None:
-        assert widest_head_dim(config) == expected
-
-    def test_a_model_without_heads(self) -> None:
-        with pytest.raises(UserError, match="MambaConfig does not say its num_attention_heads, so no kernel"):
-            widest_head_dim(transformers.MambaConfig())
