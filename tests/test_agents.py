@@ -47,8 +47,10 @@ class Stream(IterableDataset):
         return iter(ROWS)
 
 
-def train(tmp_path: Path, model: Any, rows: Any = ROWS, **options: Any) -> Trainer:
-    args = TrainingArguments(**settings(tmp_path, max_steps=1))
+def train(
+    tmp_path: Path, model: Any, rows: Any = ROWS, neftune_noise_alpha: float | None = None, **options: Any
+) -> Trainer:
+    args = TrainingArguments(**settings(tmp_path, max_steps=1), neftune_noise_alpha=neftune_noise_alpha)
     return Trainer(model=model, args=args, train_dataset=rows, data_collator=RadixCollator(), **options)
 
 
@@ -67,9 +69,7 @@ def with_dropout_of_the_configuration() -> Any:
     return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=32, attn_pdrop=0.0))
 
 
-def noisy(model: Any) -> Any:
-    model.get_input_embeddings().neftune_noise_alpha = 5.0  # as Trainer sets it
-    return model.train()
+IDS = torch.tensor([[1, 2, 3], [1, 2, 4]])
 
 
 # In the order of the page: what a message is for.
@@ -82,10 +82,10 @@ MISTAKES: list[Mistake | list[Mistake]] = [
         folder, share_prefixes(AutoModelForSequenceClassification.from_config(model().config))
     ).train(),
     [
-        lambda model, folder: share_prefixes(adapted(model())),
-        lambda model, folder: share_prefixes(with_dropout_of_the_configuration()),
+        lambda model, folder: train(folder, share_prefixes(adapted(model()))).train(),
+        lambda model, folder: share_prefixes(with_dropout_of_the_configuration())(IDS, use_cache=False),
+        lambda model, folder: train(folder, share_prefixes(model()), neftune_noise_alpha=5.0).train(),
     ],
-    lambda model, folder: share_prefixes(noisy(model()))(torch.tensor([[1, 2, 3], [1, 2, 4]]), use_cache=False),
     lambda model, folder: sharing_report(model()),
     lambda model, folder: train(
         folder, share_prefixes(model()), eval_dataset=ROWS, compute_metrics=lambda found: {}

@@ -41,7 +41,6 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import is_text
 from radixtrain.hf.modules import attends, eager_places, interfaces_of, name_of
 from radixtrain.hf.padded.spread import Places
-from radixtrain.hf.positions import at_own_places, scales
 from radixtrain.hf.recurrent import tree_runs
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
@@ -279,7 +278,7 @@ def radix_attention(ordinary: Attention) -> Attention:
             )
         heads = query, key, value
         if torch.compiler.is_compiling():
-            is_in_graph = call.in_graph and is_empty(attention_mask) and not scales(module)
+            is_in_graph = call.in_graph and is_empty(attention_mask) and not _scales(module)
             attend = _attend_in_graph if is_in_graph else _attend_beside_graph
             return attend(call, module, heads, attention_mask, kwargs, ordinary)
         try:
@@ -361,8 +360,8 @@ def _attend(
     obeys_argument, written = ordinary is flash_attention_forward, on_mask(attention_mask)
     window = window_of(layer, attention_mask, written, argument, longest, call.window_may_bind, obeys_argument)
     both_ways = written is not None and written.both_ways
-    if scales(layer):
-        heads = at_own_places(layer, heads[0], call), *heads[1:]
+    if _scales(layer):
+        heads = _at_own_places(layer, heads[0], call), *heads[1:]
     try:
         attended = _attended(call, heads, window, options, both_ways)
     except UserError as error:  # this layer cannot do what was requested
@@ -376,6 +375,27 @@ def _attend(
 
 # It counts the layers, and reads what a graph cannot.
 _attend_beside_graph = torch.compiler.disable(saying_what_was_tested()(_attend))
+
+
+def _scales(layer: nn.Module) -> bool:
+    """Return whether a layer scales its queries by their place."""
+    own: Any = layer
+    return bool(layer.__dict__.get("attn_temperature_tuning")) and not own.use_rope
+
+
+def _at_own_places(layer: nn.Module, query: Tensor, call: Call) -> Tensor:
+    """Scale queries, (1, N, rows, H), of a layer that does, by the place of each row in its sequence.
+
+    Llama 4's layers without rotary embeddings take no positions: they have scaled queries by the place in their hidden
+    states, which are the unique tokens here.
+    """
+    own: Any = layer
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    computed, of_sequence = (
+        (torch.log1p(torch.floor((places.float() + 1.0) / own.floor_scale)) * own.attn_scale + 1.0).to(wide)
+        for places in (torch.arange(length, device=query.device) for length in (query.shape[2], call.layout.max_seqlen))
+    )
+    return (query * (of_sequence[call.depths] / computed)[:, None]).to(query.dtype)
 
 
 def _as_autocast(*heads: Tensor) -> Heads:

@@ -32,7 +32,7 @@ from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import Parts, parts_of, with_rows
 from radixtrain.hf.guards.code import is_hooked
 from radixtrain.hf.guards.draws import evaluating
-from radixtrain.hf.positions import padding_idx_of_positions
+from radixtrain.hf.guards.rules import padding_idx_of_positions
 from radixtrain.hf.progress import Progress
 from radixtrain.tree.radix_inputs import radix_of
 

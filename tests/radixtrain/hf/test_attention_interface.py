@@ -215,7 +215,7 @@ def test_a_configuration_of_one_layer(tiny_qwen3):
         attention.config._attn_implementation = "eager"
     logits = [each(input_ids=IDS, use_cache=False).logits for each in (model, shared)]
     assert torch.equal(*logits) and not sharing_report(shared).num_shared
-    with pytest.raises(UserError, match="computes a token from others, .* first in layer 0"):
+    with pytest.raises(UserError, match=r"computes a token from others, .* first in layer 0"):
         share_prefixes(model)(**RadixCollator()(FEATURES))
 
 

@@ -147,7 +147,7 @@ CALLS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     ),
     "left padding": ("left padding without position_ids, and learned positions (wpe)", gpt2, LEFT),
     "frequencies": (
-        "dynamic rotary embeddings change their frequencies at 5 tokens",
+        "dynamic rotary embeddings change their frequencies after 4 tokens",
         lambda: qwen3(max_position_embeddings=5, rope_parameters=DYNAMIC),
         {"input_ids": IDS, "position_ids": torch.arange(1, 6)[None]},
     ),
@@ -253,8 +253,8 @@ class TestState:
         first, grown, reset = expected[padded["input_ids"].shape]
         assert torch.equal(first, reset) and not torch.equal(first, grown)
         report = sharing_report(models[1])
-        reason = "dynamic rotary embeddings change their frequencies at 6 tokens"
-        assert (report.num_shared, dict(report.not_shared)) == (3, {reason: 2})
+        reason = "dynamic rotary embeddings change their frequencies after 5 tokens"
+        assert (report.num_shared, dict(report.not_shared)) == (1, {reason: 4})
 
     def test_transforms(self):
         """`torch.func` has its own rules for autograd functions."""
