@@ -216,12 +216,6 @@ PARTS: dict[str, Callable[[Any, Batch], Tensor]] = {
     "the last columns": in_parts(lambda x: [x[:, -2:].contiguous()]),
     "all, twice": in_parts(lambda x: [x, x]),
     "copied rows": in_parts(lambda x: [x[torch.tensor([0, 0])]]),
-    "vmap": lambda model, batch: torch.func.vmap(
-        lambda x, y: model.loss_function(logits=x[None], labels=y[None], vocab_size=x.shape[-1])
-    )(
-        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], radix=batch["radix"]).logits,
-        batch["labels"],
-    ).mean(),
 }
 
 
