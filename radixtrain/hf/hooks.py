@@ -183,7 +183,7 @@ class BackboneHooks:
             self.changed = f"{parts.name} has got further recurrent layers; call share_prefixes again"
         elif self.changed is None:
             self.mixers, self.num_layers = mixers, num_attention_layers(decoder) if text_layers(decoder) else None
-        self.padded.left_padding = None
+        self.padded.left_padding = self.padded.separates = None
         self.traits = traits  # last: until then other threads judge too
 
     def _collated(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Rows are copies, prefixes, extensions and forks of each other, single tokens and new ones, of two to four distinct
 tokens, so that they share by accident too. Padding stands on the left, on the right or on both sides, and the ids there
-are any.
+are any. One batch in ten is packed: its rows stand one after the other, and their positions start again.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["PaddedBatch", "draw_batch", "pad"]
+__all__ = ["PaddedBatch", "draw_batch", "packed", "pad"]
 
 LONGEST = 11  # tokens; every sliding window of a tiny model is shorter
 MASKS = [torch.bool, torch.int64, torch.int32, torch.float64]
@@ -25,14 +25,21 @@ class PaddedBatch:
     """inputs: `input_ids`, (B, L), and what else of mask and positions the call gets.
 
     kept: (B, L), bool. False at padding.
+    starts: (B, L), bool. True at the first token of each sequence, two or more in a packed row.
     positions: (B, L), int64. of each token, as Hugging Face counts those that are not given.
     kind: in words, for messages.
     """
 
     inputs: dict[str, Tensor]
     kept: Tensor
+    starts: Tensor
     positions: Tensor
     kind: str
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row has several sequences."""
+        return int(self.starts.sum()) > len(self.starts)
 
     @property
     def counts_padding(self) -> bool:
@@ -43,11 +50,16 @@ class PaddedBatch:
     def num_unique_tokens(self) -> int:
         """Distinct histories of (token, position), counted in a set. Padding in front of a sequence moves nothing."""
         found: set[tuple[tuple[int, int], ...]] = set()
-        for ids, positions, kept in zip(
-            self.inputs["input_ids"].tolist(), self.positions.tolist(), self.kept.tolist(), strict=True
+        for ids, positions, kept, starts in zip(
+            self.inputs["input_ids"].tolist(),
+            self.positions.tolist(),
+            self.kept.tolist(),
+            self.starts.tolist(),
+            strict=True,
         ):
             history: tuple[tuple[int, int], ...] = ()
-            for token, position, is_kept in zip(ids, positions, kept, strict=True):
+            for token, position, is_kept, is_start in zip(ids, positions, kept, starts, strict=True):
+                history = () if is_start else history
                 if is_kept:
                     place = len(history) if "position_ids" not in self.inputs else position
                     history = (*history, (token, place))
@@ -64,6 +76,8 @@ class PaddedBatch:
 def draw_batch(rng: np.random.Generator, pad_id: int | None = None) -> PaddedBatch:
     """pad_id: the id of padding, which then no token has; None for any ids."""
     rows = draw_rows(rng, lowest=0 if pad_id is None else pad_id + 1)
+    if rng.random() < 0.1:
+        return packed(rows)
     side = ["left", "right", "both"][rng.integers(3)]
     width = max(map(len, rows)) + int(rng.integers(3))
     room = [width - len(row) for row in rows]
@@ -112,15 +126,16 @@ def pad(
     """left: padding in front of each row. fill: (B, L). the ids of padding. positions: how they are counted, None if
     they are not given. hidden: a row that the mask hides as a whole.
     """
-    ids, kept = fill.copy(), np.zeros(fill.shape, dtype=bool)
+    ids, kept, starts = fill.copy(), np.zeros(fill.shape, dtype=bool), np.zeros(fill.shape, dtype=bool)
     for row, tokens in enumerate(rows):
         ids[row, left[row] : left[row] + len(tokens)] = tokens
         kept[row, left[row] : left[row] + len(tokens)] = row != hidden
+        starts[row, left[row]] = True
     inputs = {"input_ids": torch.from_numpy(ids)}
     columns = np.broadcast_to(np.arange(fill.shape[1]), fill.shape)
     without_mask = (kept.all() and rng.random() < 0.5) or (side == "right" and hidden is None and rng.random() < 0.15)
     if without_mask:  # then what looked like padding are tokens, too
-        kept[:], positions = True, "columns" if positions else None
+        kept[:], starts[:], positions = True, columns == 0, "columns" if positions else None
     else:
         inputs["attention_mask"] = torch.from_numpy(kept).to(MASKS[rng.integers(len(MASKS))])
     counted = count_positions(rng, positions, kept, columns)
@@ -128,7 +143,7 @@ def pad(
         inputs["position_ids"] = torch.from_numpy(counted[:1] if positions == "one row" else counted)
     mask = inputs["attention_mask"].dtype if "attention_mask" in inputs else None
     kind = f"{side} padding, {mask=}, positions={positions}"
-    return PaddedBatch(inputs, *map(torch.from_numpy, (kept, counted)), kind)
+    return PaddedBatch(inputs, *map(torch.from_numpy, (kept, starts, counted)), kind)
 
 
 def count_positions(rng: np.random.Generator, how: str | None, kept: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -140,3 +155,11 @@ def count_positions(rng: np.random.Generator, how: str | None, kept: np.ndarray,
         "offset": from_mask + 3,
         "jumps": steps[from_mask],
     }.get(how or "", columns.copy())
+
+
+def packed(rows: list[list[int]]) -> PaddedBatch:
+    """The rows one after the other in a single one, without a mask."""
+    ids = torch.tensor([[token for row in rows for token in row]])
+    positions = torch.tensor([[place for row in rows for place in range(len(row))]])
+    inputs = {"input_ids": ids, "position_ids": positions}
+    return PaddedBatch(inputs, torch.ones_like(ids, dtype=torch.bool), positions == 0, positions, "packed")

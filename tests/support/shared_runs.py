@@ -105,6 +105,7 @@ class Pair:
     """An ordinary model and its copy with `share_prefixes`, as `in_float64` makes them.
 
     learned: whether the model has learned positions, so that left padding without `position_ids` is not shared.
+    packs: whether the model separates the sequences of a packed row; else it is not shared.
     shares_all: whether every unique token is computed once, with `min_shared_tokens` 1.
     alive: parameters that had a gradient in some batch. worst: the largest error so far.
     """
@@ -112,6 +113,7 @@ class Pair:
     ordinary: Any
     shared: Any
     learned: bool = False
+    packs: bool = True
     shares_all: bool = True
     alive: set[str] = field(default_factory=set)
     worst: float = 0.0
@@ -135,7 +137,7 @@ class Pair:
 
     def _check_sharing(self, batch: PaddedBatch, before: SharingReport, hidden: Tensor, what: str) -> None:
         report = sharing_report(self.shared)
-        expected = not (self.learned and batch.counts_padding)
+        expected = (self.packs or not batch.is_packed) and not (self.learned and batch.counts_padding)
         assert report.num_shared - before.num_shared == expected, f"{what}: {report}"
         if not expected:
             return

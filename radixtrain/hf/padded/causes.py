@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.calls import DROPS_ROWS, FOR_THE_LOSS, READ, TYPES, UNREAD, is_option
-from radixtrain.hf.padded.places import BoolArray, PaddedRows
+from radixtrain.hf.padded.calls import DROPS_ROWS, FOR_THE_LOSS, READ, TYPES, UNREAD, BoolArray, PaddedRows, is_option
 from radixtrain.hf.pictures import OF_PICTURES, bits_of, image_token_of
 from radixtrain.hf.progress import Upstream
 from radixtrain.hf.windows import MaskRequest, answered, request_of
@@ -41,10 +40,6 @@ from radixtrain.tree.plan import PrefixPlan
 AT_PLACEHOLDERS, PLACEHOLDERS = "deepstack_visual_embeds", "visual_pos_masks"  # tensors (P, D), and where they stand
 PER_TOKEN = {*TYPES, PLACEHOLDERS, "per_layer_inputs"}
 BESIDES = {"cache_position", DROPS_ROWS}  # what a call on unique tokens goes without
-PACKED = (
-    "position_ids jump within a row, as of several packed sequences; leave packing and padding-free batches off: a "
-    "shared call computes no padding"
-)
 OTHER_MASK = "a mask of other tokens than the last ones before each, and those of its image"
 TOLD_APART = "what stands before the decoder, such as noise, a hook or an adapter, tells equal tokens apart"
 UNSEEN_TOWER = "images whose features did not come from the get_image_features that share_prefixes has put there"
@@ -99,9 +94,8 @@ class Causes:
         positions = arrays.get("positions")
         if positions is not None and "position_ids" not in call.given and (positions == np.arange(ids.shape[1])).all():
             positions = None  # of the columns, by the backbone: as the decoder counts them without any
-        of_text = axes[0] if len(axes) == 4 else positions
-        if mask is None and of_text is not None and (np.diff(of_text) != 1).any():
-            raise NotShared(PACKED)
+        if mask is None and len(axes) == 4 and (np.diff(axes[0]) != 1).any():
+            raise NotShared("position_ids jump within a row")
         rows = PaddedRows.of(arrays["ids"], arrays.get("mask"), positions)
         return cls(call, given, per_token, requests, arrays, rows, np.stack(axes)[:, rows.kept] if axes else None)
 
@@ -149,6 +143,8 @@ class Causes:
         found = [links for layers in self.requests if (links := self._links(layers)).any()]
         if not found:
             return None
+        if self.rows.is_packed:
+            raise NotShared("a row has several sequences, and its images attend in both directions")
         if any((links != found[0]).any() for links in found):
             raise NotShared("layers in which other tokens attend in both directions")
         return _numbered(found[0])[self.rows.kept]
@@ -166,6 +162,8 @@ class Causes:
             both_ways, is_changed = bool(self._links(layers).any()), request.options.get("use_vmap")
             if both_ways or is_changed:
                 window = self._proved_window(request)
+            elif self.rows.is_packed:  # of its own sequence only
+                window = request.options.get("local_size") or 0
             else:
                 window = request.window(int(lengths_of(self.rows.cu_seqlens).max()))
             self.windows[layers] = window, both_ways

@@ -10,10 +10,8 @@ of a distance between equal rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -23,7 +21,6 @@ from radixtrain.kernels.functions import refuse_batched
 from radixtrain.kernels.rows import sum_rows
 from radixtrain.tree.arrays import IntArray
 
-BoolArray = npt.NDArray[np.bool_]
 NO_ROW = -1
 PLACES_AT_A_TIME = 1024  # so that checking the gradient of logits does not copy all of it at padding
 
@@ -50,65 +47,6 @@ class Places:
         if torch.is_grad_enabled() and not table.requires_grad:
             table.requires_grad_()  # a frozen model, and perhaps a head after it that reads padding
         return table
-
-
-class PaddedRows(NamedTuple):
-    """The rows of a padded batch on the host.
-
-        input_ids  7 8 9 0    attention_mask  1 1 1 0    unique rows  7 8 5 9    places  0 1 3 4
-                   0 7 8 5                    0 1 1 1                                    4 0 1 2
-
-    A place is one entry of the `[B, L]` batch. The row of a place that the mask hides is U, one past the last.
-
-        input_ids: (B, L), int64.
-        kept: (B, L), bool. False for padding.
-        position_ids: (B, L), int64, or None if they count the columns.
-    """
-
-    input_ids: IntArray
-    kept: BoolArray
-    position_ids: IntArray | None
-
-    @classmethod
-    def of(cls, input_ids: IntArray, attention_mask: IntArray | None, position_ids: IntArray | None) -> PaddedRows:
-        """Return the rows of a batch. All (B, L). attention_mask: None if nothing is hidden."""
-        kept = np.ones(input_ids.shape, dtype=bool) if attention_mask is None else attention_mask.astype(bool)
-        return cls(input_ids, kept, position_ids)
-
-    @property
-    def has_holes(self) -> bool:
-        """Return whether some row has padding between its tokens."""
-        return bool((np.diff(self.kept, axis=1, prepend=False, append=False).sum(axis=1) > 2).any())
-
-    @property
-    def is_left_padded(self) -> bool:
-        return bool((~self.kept[:, :1] & self.kept.any(axis=1, keepdims=True)).any())
-
-    @property
-    def has_negative_positions(self) -> bool:
-        positions = self.kept_positions
-        return positions is not None and bool((positions < 0).any())
-
-    @property
-    def max_position(self) -> int:
-        """Return the largest position that Hugging Face computes, of padding too."""
-        return self.kept.shape[1] - 1 if self.position_ids is None else int(self.position_ids.max(initial=0))
-
-    @property
-    def kept_positions(self) -> IntArray | None:
-        """Return the positions of the kept tokens, (T,), int64; None if they count from 0 in each row."""
-        return None if self.position_ids is None else self.position_ids[self.kept]
-
-    @property
-    def cu_seqlens(self) -> IntArray:
-        """Return where each sequence starts among the kept tokens, and their number."""
-        return np.concatenate([[0], np.cumsum(self.kept.sum(axis=1))])
-
-    def places(self, row_of_token: IntArray, num_rows: int) -> Places:
-        """Return where rows stand. row_of_token: (T,), int64. num_rows: U."""
-        rows = np.full(self.kept.shape, num_rows)
-        rows[self.kept] = row_of_token
-        return Places(rows, len(row_of_token))
 
 
 def check_gradient_at(places: Tensor, x: Tensor) -> None:

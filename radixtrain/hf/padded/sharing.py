@@ -20,14 +20,16 @@ from radixtrain.hf.guards.draws import check_draws
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.padded.calls import (
+    PaddedRows,
     is_compiled,
     option,
+    separates_packed_sequences,
     why_rows_are_not_shared,
     why_unshared,
 )
 from radixtrain.hf.padded.causes import Causes, NotShared
 from radixtrain.hf.padded.fused_heads import share_fused_heads
-from radixtrain.hf.padded.places import NO_ROW, PaddedRows, Places
+from radixtrain.hf.padded.places import NO_ROW, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.progress import Progress, Upstream
@@ -46,6 +48,7 @@ class PaddedSharing:
     """Runs padded calls of one backbone on their unique tokens.
 
     generates: whether the model can generate, with a cache.
+    separates: whether the model separates the sequences of a packed row; None until such a row comes.
     left_padding: why rows with padding on the left cannot be shared without position_ids, empty if they can; None until
         such a row comes.
     leaks: why they cannot be shared with position_ids either; empty if they can.
@@ -56,6 +59,7 @@ class PaddedSharing:
     generates: bool
     progress: Progress
     report: SharingReport
+    separates: bool | None = None
     left_padding: str | None = None
     leaks: str = ""
     leaves_refused: bool = False
@@ -121,9 +125,14 @@ class PaddedSharing:
         decoder, options = upstream.decoder, self.options
         causes = Causes.read(upstream, given)
         rows, device = causes.rows, causes.device
-        _refuse(why_rows_are_not_shared(upstream.backbone, rows))
+        _refuse(why_rows_are_not_shared(upstream.backbone, upstream.given, rows))
         if rows.is_left_padded:
             _refuse(self._why_left_padding_matters(decoder, rows))
+        if rows.is_packed:
+            if self.separates is None:
+                self.separates = separates_packed_sequences(upstream.backbone)
+            if not self.separates:
+                raise NotShared("a row has several sequences, and this model does not separate them")
         causes.read_windows()
         shortest = {"min_shared_tokens": options.min_shared_tokens}
         plan = build_prefix_plan(causes.codes, rows.cu_seqlens, rows.kept_positions, **shortest)

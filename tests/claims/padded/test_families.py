@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from families import CORE, CORE_MULTIMODAL, REST, Family
-from padded_batches import draw_batch, pad
+from padded_batches import draw_batch, packed, pad
 from shared_runs import Pair, Reads, in_float64
 from tiers import TRIES, cases
 
@@ -30,6 +30,8 @@ SEED = int.from_bytes(os.urandom(4), "little") if os.environ.get("RADIXTRAIN_FUZ
 STRATEGIES = ["auto", "path", "expand", "reference"]
 # Of `Family.what`: its positions are learned, so left padding without position_ids is another function.
 LEARNED = "learned positions"
+# These make their mask without positions, so that Hugging Face does not separate the sequences of a packed row.
+WITHOUT_PACKING = {"gpt-oss", "OPT", "Qwen2.5-VL"}
 # Each kind of attention and of positions.
 NAMED = """DeepSeek-V3, Gemma 2, Gemma 3, GPT-2, gpt-oss, Llama, Mistral, Mixtral, OPT, Phi, Qwen3, Qwen3-MoE"""
 MULTIMODAL = ("Gemma 3", "LLaVA", "Qwen2.5-VL")
@@ -55,7 +57,7 @@ def test_generated_batches(name: str, print_after: Callable[[str, str], None]) -
     model = family.build()
     if implementation == "eager":
         model.set_attn_implementation("eager")
-    with in_float64(model, learned=family.what == LEARNED) as pair:
+    with in_float64(model, learned=family.what == LEARNED, packs=family.name not in WITHOUT_PACKING) as pair:
         for index, strategy in enumerate(STRATEGIES):
             pair.share(attention=strategy, min_shared_tokens=1 + index % 3)
             for number in range(index, NUM_BATCHES, len(STRATEGIES)):
@@ -93,6 +95,27 @@ def one_try(pair: Pair, family: Family, rng: np.random.Generator, what: str) -> 
 
 def family_named(name: str) -> Family:
     return next(family for family in [*CORE, *REST] if family.name == name)
+
+
+PACKED = packed([[1, 2, 3, 1], [1, 2, 3, 3, 2], [1, 2]])
+
+
+@pytest.mark.parametrize("name", cases(["AFMoE", "BERT as a decoder", "gpt-oss", "OPT", "Qwen3"], ["gpt-oss", "Qwen3"]))
+def test_a_packed_row_is_what_the_model_makes_of_it(name: str) -> None:
+    """Whether sequences see each other depends on the model and on its cache, and stays as it is."""
+    model = family_named(name).build()
+    for options in ({}, {"use_cache": False}):
+        assert_same_gradient(model, lambda each, given=options: each(**PACKED.inputs, **given).logits.square().sum())
+
+
+@pytest.mark.parametrize("name", cases(["BERT as a decoder", "gpt-oss", "Qwen3"], ["Qwen3"]))
+def test_a_packed_row_of_a_model_that_hardly_attends(name: str) -> None:
+    """As a narrow model does before it is trained: what its sequences see of each other is small, and still there."""
+    model = family_named(name).build()
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            weight.mul_(1e-3 if re.search(r"o_proj|attention\.output\.dense", path) else 1)
+    assert_same_gradient(model, lambda each: each(**PACKED.inputs, use_cache=False).logits.square().sum())
 
 
 LEFT_PADDED = ["Beam", "CTRL", "GPT-2", "Hunyuan", "Hunyuan MoE", "Llama 4", "OPT", "SmolLM3"]

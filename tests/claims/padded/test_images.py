@@ -125,6 +125,24 @@ def test_an_output_that_a_later_transformers_renames(monkeypatch: pytest.MonkeyP
 # What is not shared, and runs as it is.
 
 
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_packed_images_that_attend_in_both_directions(name: str) -> None:
+    """transformers lets images see each other across sequences, and reads their blocks at positions."""
+    inputs = call_of(KINDS[name], [[7, "A", "A", 9]])
+    inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1] // 2).repeat(2)[None]
+    del inputs["attention_mask"]
+    reason = reason_of(KINDS[name].build().train(), inputs)
+    assert reason == "a row has several sequences, and its images attend in both directions"
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Gemma 4"])
+def test_packed_text_whose_masks_the_backbone_makes(name: str) -> None:
+    """Of two sequences that are longer than the window of some layers."""
+    ids = torch.tensor([[7, 8, 9, 10, 11, 12, 13, 14, 15, 7, 8, 9, 10, 11, 12, 13, 14, 16, 17]])
+    inputs = {"input_ids": ids, "position_ids": torch.tensor([[*range(9), *range(10)]])}
+    assert same_call(KINDS[name].build(), inputs, ids != 0).num_unique_tokens == 8 + 1 + 2
+
+
 def test_sounds() -> None:
     """Which sound stands at a placeholder is not known."""
     model = tiny_model("VoxtralForConditionalGeneration", audio_token_id=IMAGE)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from families import CORE
 from older_transformers import since
-from padded_batches import PaddedBatch, pad
+from padded_batches import PaddedBatch, packed, pad
 from shared_runs import Reads, assert_generates_the_same, in_float64
 from tiers import cases
 from torch import Tensor
@@ -21,7 +21,8 @@ from torch import Tensor
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.padded import causes
-from radixtrain.hf.padded.places import PaddedRows, Places
+from radixtrain.hf.padded.calls import PaddedRows
+from radixtrain.hf.padded.places import Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.layout import TreeLayout
@@ -34,12 +35,14 @@ pytestmark = pytest.mark.usefixtures("without_the_trial")
 
 
 def batches(positions: str | None = None) -> Iterator[PaddedBatch]:
-    """ROWS with padding on the left, on the right and on both sides."""
+    """ROWS with padding on the left, on the right and on both sides; the last ones packed."""
     rng = np.random.default_rng(0)
     fill = rng.integers(0, 5, (len(ROWS), 10))
     room = [10 - len(row) for row in ROWS]
     for left in (room, [0] * len(ROWS), [most // 2 for most in room]):
         yield pad(rng, ROWS, left, fill, positions)
+    if positions is None:
+        yield packed(ROWS[:4])
 
 
 def check(name: str = "Qwen3", positions: str | None = None, router: bool = False) -> None:
@@ -178,6 +181,11 @@ def test_a_group_leak(monkeypatch: pytest.MonkeyPatch, ends_of: Callable[[Any], 
     assert_caught()
 
 
+def test_packed_sequences_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PaddedRows, "cu_seqlens", property(lambda self: np.array([0, self.kept.sum()])))
+    assert_caught()
+
+
 def test_padding_that_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask is not read."""
     monkeypatch.setattr(causes, "_mask_plane", lambda mask: {})
@@ -195,7 +203,7 @@ def test_router_logits_counted_by_unique_token(monkeypatch: pytest.MonkeyPatch) 
     assert_caught("Qwen3-MoE", router=True)
     ids = torch.tensor([[1, 2, 3, 1], [1, 2, 3, 4], [1, 2, 2, 2]])
     kept = torch.ones_like(ids, dtype=torch.bool)
-    batch = PaddedBatch({"input_ids": ids}, kept, kept.cumsum(1) - 1, "no mask")
+    batch = PaddedBatch({"input_ids": ids}, kept, torch.arange(4).expand(3, 4) == 0, kept.cumsum(1) - 1, "no mask")
     model = next(family for family in CORE if family.name == "Qwen3-MoE").build()
     with in_float64(model) as pair:
         pair.check(batch, Reads(0))

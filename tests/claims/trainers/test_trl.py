@@ -59,6 +59,8 @@ CASES: dict[str, Case] = {
     "SFT": sft(evaluate=True, logged=("entropy", "mean_token_accuracy", "eval_loss"), r=2.2),
     "SFT, chats": sft(rows="chats", r=2.2),
     "SFT, what the assistant says": sft(rows="chats", settings={"assistant_only_loss": True}, r=2.2),
+    "SFT, padding_free": sft(settings={"padding_free": True, "max_length": None}),  # a sequence begins at position 0
+    "SFT, packing": sft(settings={"packing": True, "max_length": 256}),
     "SFT, label smoothing": sft(settings={"label_smoothing_factor": 0.1}),  # of whole logits
     "SFT, dft": sft(settings={"loss_type": "dft"}),
     "SFT, mixture of experts": sft(models=("mixture",), logged=("aux_loss",)),

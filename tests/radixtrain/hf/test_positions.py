@@ -148,10 +148,14 @@ def test_queries_scaled_by_their_place(model: Any, expected: tuple[Tensor, float
     assert sharing_report(model).num_shared == 1
 
 
-def test_places_that_count_what_stands_before(model: Any) -> None:
-    """Padding on the left, with positions: transformers counts the padding."""
-    wide, mask = nn.functional.pad(IDS, (3, 0), value=5), (torch.arange(15) >= 3).long().expand(4, -1)
-    given = batch(wide, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+@pytest.mark.parametrize("kind", ["left", "packed"])
+def test_places_that_count_what_stands_before(model: Any, kind: str) -> None:
+    """Padding on the left, with positions, and another sequence in the row: transformers counts both."""
+    if kind == "left":
+        wide, mask = nn.functional.pad(IDS, (3, 0), value=5), (torch.arange(15) >= 3).long().expand(4, -1)
+        given = batch(wide, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    else:
+        given = batch(IDS.reshape(1, 48), position_ids=torch.arange(12).repeat(1, 4))
     ordinary = trained(deepcopy(model), given)
     assert torch.equal(trained(share_prefixes(model), given), ordinary)
     assert list(sharing_report(model).not_shared) == [

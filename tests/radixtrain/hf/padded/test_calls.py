@@ -14,7 +14,6 @@ from transformers import DynamicCache
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.hf.backbone import CACHE
-from radixtrain.hf.padded import causes
 
 IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
@@ -121,11 +120,25 @@ CALLS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
         qwen3,
         {"input_ids": IDS, "attention_mask": torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]])},
     ),
-    "packed": (causes.PACKED, qwen3, {**PACKED, "use_cache": False}),
     "packed rows": (
-        causes.PACKED,
+        "position_ids jump within a row",
         qwen3,
         {"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 2, 0, 1]]), "use_cache": False},
+    ),
+    "packed, not from 0": (
+        "position_ids jump within a row",
+        qwen3,
+        {"input_ids": IDS[:1], "position_ids": torch.tensor([[2, 3, 4, 0, 1]]), "use_cache": False},
+    ),
+    "packed, with a cache": (
+        "a row has several sequences, which transformers separates only with use_cache=False",
+        qwen3,
+        PACKED,
+    ),
+    "packed, and not separated": (
+        "a row has several sequences, and this model does not separate them",
+        lambda: tiny_model("BioGptForCausalLM"),
+        {**PACKED, "use_cache": False},
     ),
     "negative positions": (
         "position_ids are negative",

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.places import PLACES_AT_A_TIME, PaddedRows, check_gradient_at
+from radixtrain.hf.padded.calls import PaddedRows
+from radixtrain.hf.padded.places import PLACES_AT_A_TIME, check_gradient_at
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 
@@ -32,11 +33,17 @@ class TestLiteral:
         assert rows.input_ids[rows.kept][plan.gather_indices].tolist() == [7, 8, 5, 9]
         assert rows.places(plan.inverse_indices, plan.num_rows).rows.tolist() == [[0, 1, 3, 4], [4, 0, 1, 2]]
         assert rows.cu_seqlens.tolist() == [0, 3, 6]
-        assert (rows.is_left_padded, rows.has_holes, rows.max_position) == (True, False, 3)
+        assert (rows.is_left_padded, rows.has_holes, rows.is_packed, rows.max_position) == (True, False, False, 3)
 
 
 def test_ids_that_are_equal_only_in_their_lower_32_bits():
     assert plan_of(read([[7, 8], [7 + 2**32, 8]])).num_rows == 4
+
+
+def test_with_a_mask_a_jump_of_positions_starts_no_sequence():
+    """Hugging Face looks for packed sequences only without a mask."""
+    rows = read([[7, 8, 9]], [[1, 1, 1]], [[0, 1, 0]])
+    assert not rows.is_packed and rows.cu_seqlens.tolist() == [0, 3] and rows.kept_positions.tolist() == [0, 1, 0]
 
 
 HIDES = r"the loss reads {} places that attention_mask hides.*set the labels of padding to -100.*first token of a row"
