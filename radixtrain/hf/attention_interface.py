@@ -40,7 +40,7 @@ from radixtrain.attention import launched_in_graphs, tree_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import is_text
 from radixtrain.hf.modules import attends, eager_places, interfaces_of, name_of
-from radixtrain.hf.padded.spread import Places
+from radixtrain.hf.padded.places import Places
 from radixtrain.hf.recurrent import tree_runs
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray

@@ -255,7 +255,6 @@ CASES = {
     **{f"{name}, accumulation": partial(train, accumulation=3) for name, train in TRAINERS.items()},
     "Trainer, checkpointing": partial(hugging_face, accumulation=3, gradient_checkpointing=True),
     "Trainer, workers": partial(hugging_face, dataloader_num_workers=2),
-    "Trainer, label smoothing": partial(hugging_face, accumulation=3, label_smoothing_factor=0.1),
     "Trainer, split": partial(hugging_face, accelerator_config=SPLIT),
     "Accelerate, split": partial(accelerate, **SPLIT),
     "SFTTrainer, LoRA": partial(trl, lora=True),

@@ -29,7 +29,7 @@ from radixtrain.hf.padded.calls import (
 )
 from radixtrain.hf.padded.causes import Causes, NotShared
 from radixtrain.hf.padded.fused_heads import share_fused_heads
-from radixtrain.hf.padded.spread import NO_ROW, Places
+from radixtrain.hf.padded.places import NO_ROW, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.progress import Progress, Upstream
 from radixtrain.hf.sharing_report import SharingReport

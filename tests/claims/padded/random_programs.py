@@ -116,7 +116,7 @@ FUNCTIONS: dict[str, Step] = {
     "F.log_softmax": lambda run, x, rng: functional.log_softmax(x, dim=-1),
     "log_softmax in float64": lambda run, x, rng: x.log_softmax(-1, dtype=torch.float64),
     "softmax": lambda run, x, rng: torch.softmax(x, dim=-1),
-    "softmax of places": lambda run, x, rng: x.softmax(0),
+    "log_softmax of places": lambda run, x, rng: x.log_softmax(0),
     "times a tensor": lambda run, x, rng: x * factor_for(x),
     "square": lambda run, x, rng: x * x,
     "where": lambda run, x, rng: torch.where(factor_for(x) > 1.2, x, x.detach()),
@@ -124,7 +124,6 @@ FUNCTIONS: dict[str, Step] = {
     "the same": lambda run, x, rng: Same.apply(x),
     "checkpoint head": lambda run, x, rng: checkpoint(run.model.lm_head, x, use_reentrant=rng.random() < 0.5),
     "checkpoint": lambda run, x, rng: checkpoint(lambda y: (y / 3).softmax(-1), x, use_reentrant=rng.random() < 0.5),
-    "vmap": lambda run, x, rng: torch.func.vmap(lambda row: row * 2)(x),
 }
 
 

@@ -17,7 +17,7 @@ from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.padded import causes
 from radixtrain.hf.padded.calls import PaddedRows
-from radixtrain.hf.padded.spread import Places
+from radixtrain.hf.padded.places import Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.layout import TreeLayout
@@ -76,7 +76,7 @@ def row_before(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def test_a_wrong_row_at_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixtrain.hf.padded.spread.gather_rows", row_before)
+    monkeypatch.setattr("radixtrain.hf.padded.spread_rows.gather_rows", row_before)
     assert_caught()
 
 
