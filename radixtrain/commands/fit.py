@@ -20,9 +20,9 @@ from radixtrain.commands.before_reading import (
     defaults_of_model,
     described_start,
 )
-from radixtrain.commands.export import check_hub, export_run
 from radixtrain.commands.loggers import TRACKING, check_loggers, continue_wandb_run, errors_of_services, make_loggers
 from radixtrain.data.datamodule import SFTData
+from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import form_groups, ranks
 from radixtrain.errors import UserError, did_you_mean
 from radixtrain.screen import print_line, quiet, screens
@@ -41,6 +41,7 @@ from radixtrain.training.fault_tolerance.signals import Requests, remember_job
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import check_package
+from radixtrain.training.results.model_folder import card_and_settings, save_hf_folder
 from radixtrain.training.results.record import Record
 from radixtrain.training.runner import Evaluation
 from radixtrain.training.start.run_overview import print_overview, steps_between_logs
@@ -203,7 +204,16 @@ class Command:
         with self.requests.deferred() if self.name == "fit" else nullcontext():
             getattr(self.runner, self.name)(self.model, self.datamodule, **own | {"ckpt_path": self.ckpt_path})
         if isinstance(self.runner, Loop):
-            export_run(self.runner, self.settings, self.config)
+            self._export(self.runner)
+
+    def _export(self, loop: Loop) -> None:
+        """Write `model/` and the end of the summary, and print that. With several ranks, each calls this."""
+        of_data, results = self.datamodule.hparams, loop.record.choose_weights()
+        tokenizer = load_tokenizer(of_data.model_name_or_path, of_data.chat_template_path)
+        data = {**self.config["data"], "template_date": self.datamodule.encoder().template_date}
+        rows = {"rows": str(self.datamodule.reports["train"])}
+        texts = card_and_settings({**self.config, "data": data}, results, rows)
+        loop.record.close(save_hf_folder(self.model.model, tokenizer, self.output_dir / "model", texts))
 
 
 def run(settings: RunSettings, words: Sequence[str]) -> None:
@@ -232,13 +242,12 @@ def _num_ranks_to_start(settings: RunSettings, name: str) -> int:
 
 
 def check_settings(settings: RunSettings, command: str) -> None:
-    """Raise UserError if a logger, the optimizer's package or the hub would fail. A rate that is low for LoRA warns."""
+    """Raise UserError if a logger or the optimizer's package would fail. A rate that is low for LoRA warns."""
     if command in TRACKING:
         check_loggers(settings.trainer)
     if command != "fit":
         return
     check_package(settings.model.optimizer)
-    check_hub(settings.push_to_hub, settings.hub_model_id)
     if settings.model.use_peft and settings.model.learning_rate == FOR_ALL_WEIGHTS:
         logger.warning(
             "model.learning_rate is %g, as for training all weights; LoRA usually needs 1e-4 to 2e-4", FOR_ALL_WEIGHTS

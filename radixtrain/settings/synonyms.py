@@ -63,6 +63,7 @@ NO_KEYS = {
     "limit_test_batches limit_predict_batches overfit_batches",
     "2 steps of the validation are tried before training; trainer.limit_val_batches: 0 skips "
     "validations": "num_sanity_val_steps",
+    "to upload a model write `hf upload OWNER/NAME OUTPUT_DIR/model`": "push_to_hub hub_model_id hub_private_repo",
     "a settings file names no other one; give --config twice": "config",
     "a checkpoint is always read as data, never run as code": "weights_only",
     "the tokens of the model's own tokenizer are used": "eos_token pad_token bos_token special_tokens add_tokens "
