@@ -32,8 +32,7 @@ from radixtrain.training.fault_tolerance.run_folder import check_output_dir, loc
 from radixtrain.training.optimizer import optimizer_of
 from radixtrain.training.start.loading import layer_period, random_trainable
 
-# Lightning's other names of a precision -> the canonical one, and the dtype that a model is converted to.
-PRECISIONS = {"None": "32-true", "32": "32-true", "64": "64-true", "bf16": "bf16-mixed"}
+# The dtype that a model is converted to, by `trainer.precision`.
 WEIGHTS = {"32-true": None, "bf16-mixed": None, "bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 
@@ -83,10 +82,7 @@ def _report(settings: Report, data: StepData, typed: list[str]) -> None:
 def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
     """Describe how `fit` would train the model. Raises UserError for a device or precision that is missing here."""
     config, device = read_config(settings.model_name_or_path), device_of(trainer)
-    precision = PRECISIONS.get(str(trainer.precision), str(trainer.precision))
-    if precision not in WEIGHTS:
-        raise UserError(f"trainer.precision {trainer.precision}: report predicts {', '.join(WEIGHTS)}")
-    is_mixed, dtype = precision == "bf16-mixed", WEIGHTS[precision]
+    is_mixed, dtype = trainer.precision == "bf16-mixed", WEIGHTS[trainer.precision]
     share = Fraction(str(float(settings.activation_checkpointing)))  # 3/4: three of every four layers
 
     # Like Lightning's bf16-mixed.

@@ -84,9 +84,7 @@ class Command:
         """Make data, model and runner, with the seed of the run."""
         check_settings(self.settings, self.name)
         self.config = {key: value for key, value in as_tree(self.settings).items() if key not in OF_ONE_COMMAND}
-        seed = self.settings.seed_everything
-        if seed is not False:
-            self.config["seed_everything"] = seed_everything(None if seed is True else seed, workers=True)
+        seed_everything(self.settings.seed_everything, workers=True)
         self.datamodule = SFTData(**vars(self.settings.data))
         self.model = RadixModule(**vars(self.settings.model))
         self.runner = self.make_runner()
@@ -99,7 +97,7 @@ class Command:
         if config.max_epochs is None and config.max_steps == -1:
             config.max_epochs = DEFAULT_EPOCHS
         fabric = fabric_of(settings, self.name)
-        self.requests = Requests(self.output_dir)
+        self.requests = Requests()
         self.evaluation = EvaluateGeneration(**vars(settings.evaluate_generation))
         self.evaluation.interruptible = self.requests.at_once
         check_judges(settings, self.name, self.evaluation.logged)
@@ -112,7 +110,7 @@ class Command:
             every_steps=settings.save_every_steps,
             every_minutes=settings.save_every_minutes,
             total_limit=settings.save_total_limit,
-            is_enabled=config.enable_checkpointing is not False,
+            is_enabled=config.enable_checkpointing,
         )
         record = Record(self.output_dir, saver, settings.save_best, settings.early_stopping)
         return Loop(*arguments, record=record)
@@ -149,20 +147,10 @@ class Command:
             ckpt_path, self.replaces = checkpoint_of_fit(self.output_dir, settings, self.model, self.datamodule)
         else:
             ckpt_path = checkpoint_to_evaluate(self.output_dir, getattr(settings, "ckpt_path", None))
-        is_saving = settings.trainer.enable_checkpointing is not False
-        num_checkpoints = (settings.save_total_limit + 1) * is_saving + (settings.save_best is not None)
+        is_saving, keeps_best = settings.trainer.enable_checkpointing, settings.save_best is not None
+        num_checkpoints = (settings.save_total_limit + 1) * is_saving + keeps_best
         model = self.model.hparams
         return ckpt_path, check_weights_and_room(self.name, model, self.output_dir, ckpt_path, num_checkpoints)
-
-    def _check_interval(self, steps_per_epoch: int) -> None:
-        """Raise UserError if `trainer.val_check_interval` is longer than an epoch."""
-        config = self.settings.trainer
-        interval = config.val_check_interval
-        if config.check_val_every_n_epoch is not None and isinstance(interval, int) and interval > steps_per_epoch > 0:
-            raise UserError(
-                f"trainer.val_check_interval {interval}: an epoch has {steps_per_epoch} steps; set a smaller one, or "
-                f"trainer.check_val_every_n_epoch: null to count on over the epochs"
-            )
 
     def _run_prepared(self, written: int) -> None:
         """Load data and model before the runner starts, so that an error in either leaves nothing written.
@@ -180,7 +168,6 @@ class Command:
             self.evaluation.prepare(self.model, self.datamodule)
         self.model.answers.options = self.settings.evaluate_generation
         if isinstance(runner := self.runner, Loop):
-            self._check_interval(self.datamodule.steps_per_epoch)
             runner.log_every_n_steps = steps_between_logs(runner, self.datamodule)
             self.model.wandb_run = ranks().broadcast_from_rank0(
                 lambda: continue_wandb_run(runner.loggers, None if self.replaces else self.ckpt_path)
@@ -276,5 +263,5 @@ def check_judges(settings: RunSettings, command: str, of_answers: str | None) ->
             raise UserError(f"{key}: eval_loss needs rows for it: set data.validation_file or data.val_size")
         if settings.trainer.limit_val_batches == 0:
             raise UserError(f"{key} needs validations, and trainer.limit_val_batches is 0; leave one of them out")
-        if key == "save_best" and settings.trainer.enable_checkpointing is False:
+        if key == "save_best" and not settings.trainer.enable_checkpointing:
             raise UserError(f"{key} needs checkpoints, and trainer.enable_checkpointing is false; leave one out")

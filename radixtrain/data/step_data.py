@@ -227,7 +227,6 @@ class StepData:
             max_tokens=settings.max_tokens,
             merge_labels=merge_labels,
             min_shared_tokens=settings.min_shared_tokens,
-            pad_to_multiple_of=settings.pad_to_multiple_of,
             shared_targets=settings.shared_targets if merge_labels else "every",
         )
 

@@ -78,7 +78,7 @@ class RunSettings(Section):
     early_stopping: Count | None = None
     sp_size: Count = 1
     ddp_timeout: Annotated[int, Limits(1, 2_000_000)] = 1800  # gloo counts milliseconds in 32 bits
-    seed_everything: Annotated[bool | int, Limits(0, 2**32 - 1, "from 0 to 4294967295")] = 42
+    seed_everything: Annotated[int, Limits(0, 2**32 - 1)] = 42
     evaluate_generation: AnswerSettings = field(default_factory=AnswerSettings)
     model: ModelSettings
     data: DataSettings = field(default_factory=DataSettings)

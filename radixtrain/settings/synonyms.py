@@ -59,6 +59,8 @@ NO_KEYS = {
     "fit imitates answers; for preferences use share_prefixes in a trainer (docs/any-trainer.md)": "rl stage rlhf_type",
     "weights have 4 bits with model.load_in_4bit, or else those of model.dtype": "load_in_8bit load_in_16bit",
     "callbacks and plugins of Lightning are for a script with RadixModule (docs/configuration.md)": "callbacks plugins",
+    "torchrun or srun starts the ranks of several machines (docs/devices.md)": "num_nodes nnodes",
+    "steps and shares of an epoch are values of trainer.val_check_interval": "check_val_every_n_epoch",
     "for a part of the rows give a file of them; trainer.max_steps ends a run": "limit_train_batches "
     "limit_test_batches limit_predict_batches overfit_batches",
     "2 steps of the validation are tried before training; trainer.limit_val_batches: 0 skips "

@@ -55,11 +55,11 @@ class Runner:
         self.fabric, self.settings, self.output_dir = fabric, settings, output_dir
         self.loggers: list[Any] = list(loggers)
         self.evaluation, self.config = evaluation, config
-        self.bar = ProgressLines(sys.stderr.isatty(), settings.enable_progress_bar is not False)
+        self.bar = ProgressLines(sys.stderr.isatty(), settings.enable_progress_bar)
         self.state = SimpleNamespace(fn="fit")
         self.strategy, self.precision_plugin = fabric.strategy, fabric.strategy.precision
         self.ckpt_path: str | None = None
-        self.log_every_n_steps = 10 if settings.log_every_n_steps is None else settings.log_every_n_steps
+        self.log_every_n_steps = settings.log_every_n_steps
         self.loaders: list[Any] = []
         torch.use_deterministic_algorithms(bool(settings.deterministic), warn_only=settings.deterministic == "warn")
         if settings.deterministic:
