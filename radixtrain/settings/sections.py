@@ -231,8 +231,8 @@ class TrainerSettings(Section):
     accelerator: cpu or cuda; auto takes CUDA if available.
     strategy: ddp or fsdp2 for several devices; auto is ddp there.
     devices: how many, a list of their numbers, or auto for all; torchrun and srun set it by their processes.
-    precision: the first word is the dtype of products, and of the weights if true follows; mixed keeps the weights in 32
-        bits.
+    precision: the first word is the dtype of products, and of the weights if true follows; mixed keeps the weights in
+        32 bits.
     max_epochs: passes over the data; null is 3, unless max_steps is set. -1 has no end.
     max_steps: optimizer steps of the run. -1 leaves the end to max_epochs.
     max_time: DD:HH:MM:SS, how long each start of the run trains before it is saved.
