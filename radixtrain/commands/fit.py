@@ -9,6 +9,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 from lightning.fabric.utilities.seed import seed_everything
 
@@ -41,7 +42,7 @@ from radixtrain.training.fault_tolerance.signals import Requests, remember_job
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import check_package
-from radixtrain.training.results.model_folder import card_and_settings, save_hf_folder
+from radixtrain.training.results.model_folder import SETTINGS, card_and_settings, save_hf_folder
 from radixtrain.training.results.record import Record
 from radixtrain.training.runner import Evaluation
 from radixtrain.training.start.run_overview import print_overview, steps_between_logs
@@ -73,7 +74,10 @@ class Command:
         found = defaults_of_model(name) if self.name in EVALUATING else {}
         if not found:
             return before
-        after = read(self.name, self.words[1:], default_devices() | found)
+        try:
+            after = read(self.name, self.words[1:], default_devices() | found)
+        except UserError as error:  # the command line by itself was right
+            raise UserError(f"{Path(name) / SETTINGS}: {error}; restore the file") from None
         changed = [key for key in found if value_of(after, key) != value_of(before, key)]
         if changed:
             taken = ", ".join(f"{key}: {value_of(after, key)}" for key in changed)

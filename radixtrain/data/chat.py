@@ -161,7 +161,7 @@ class ChatEncoder:
         turns = turns_of(row.fields)
         if not turns:
             reason = "system_prompt: only chats have a system turn, and this row is plain text or tokens"
-            fix = "write it into the row, or give its file an entry of its own with system_prompt: ''"
+            fix = "write it into the chats, and leave system_prompt out"
             raise DataError(row.where, f"{reason}; {fix}")
         if turns[0]["role"] in SYSTEM_ROLES:
             return row
@@ -258,8 +258,8 @@ class ChatEncoder:
 
     def _too_long(self, sample: TokenRow) -> DataError:
         excess = f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}"
-        hint = "raise max_length or set excess_length_strategy: drop | truncate"
-        return DataError(sample.where, f"{excess}; {hint}")
+        strategies = "drop | truncate" if self.answered else "drop, since its end cannot be cut"
+        return DataError(sample.where, f"{excess}; raise max_length or set excess_length_strategy: {strategies}")
 
     def _checked(self, sample: TokenRow) -> TokenRow:
         if not sample.num_labels:
@@ -364,13 +364,6 @@ class UnlabelledEncoder(ChatEncoder):
         if not len(sample.input_ids):
             raise DataError(sample.where, "no token to read; expected a text that is not empty")
         return sample
-
-    def _too_long(self, sample: TokenRow) -> DataError:
-        return DataError(
-            sample.where,
-            f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}; the answer follows the end of a "
-            f"row, so it cannot be truncated: raise max_length or set excess_length_strategy: drop",
-        )
 
     def _ids(self, text: str, **options: object) -> list[int]:
         ids: list[int] = self.tokenizer(text, verbose=False, **options)["input_ids"]

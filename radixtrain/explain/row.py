@@ -17,7 +17,7 @@ from rich.text import Text
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.files.sources import Source, UnreadRow, as_sources, open_rows
 from radixtrain.data.sample import EncodeReport
-from radixtrain.data.step_data import StepData, encoder_for
+from radixtrain.data.step_data import StepData
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError
 from radixtrain.explain.micro_batch import micro_batches
@@ -46,7 +46,7 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
             yield _indented(_shortened(found.content.content.decode("utf-8", "backslashreplace"), full))
         yield _refused(error)
         return
-    encoder = encoder_for(found.source, data.encoder(found.split == "predict" and data.settings.predict_prompts))
+    encoder = data.encoder(found.split == "predict" and data.settings.predict_prompts)
     with suppress(DataError):  # of a bad row, whose draft shows it
         fields = encoder.standard(content).fields
         yield _title(f"taken as: {', '.join(fields)}")

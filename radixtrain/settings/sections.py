@@ -53,7 +53,6 @@ class DataSettings(Section):
         trainer; once, once with the mean of their loss weights.
     dataset_num_proc: processes that tokenise; null: one for each core if the file is large.
     cache_dir: folder of tokenised rows; null is `tokens` in `$RADIXTRAIN_CACHE`.
-    overwrite_cache: tokenise again, even if cached.
     dataloader_num_workers: processes that collate and plan ahead of the training step.
     model_name_or_path: the model whose tokenizer and vocabulary to use; on the command line the trained one.
     dedup: False for the ordinary padded baseline on the same batches.
@@ -91,7 +90,6 @@ class DataSettings(Section):
     shared_targets: Literal["every", "once"] = "every"
     dataset_num_proc: Annotated[int | None, Limits(1, MOST_PROCESSES)] = None
     cache_dir: str | None = None
-    overwrite_cache: bool = False
     dataloader_num_workers: Annotated[int, Limits(0, MOST_PROCESSES)] = 1
     model_name_or_path: Annotated[str | None, FilledBy("model.model_name_or_path")] = None
     dedup: Annotated[bool, FilledBy("dedup")] = True

@@ -14,15 +14,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.distributed import ranks
-from radixtrain.errors import Stopped
+from radixtrain.errors import Stopped, handling
 from radixtrain.training.devices.launch import ENDING, HANDLED, SAVING
 from radixtrain.training.devices.launcher_env import INTERACTIVE
 
@@ -70,14 +69,11 @@ class Requests:
         self._is_deferred = self._is_answering = False
         self._has_trained = False
         self._process = os.getpid()
-        self._before: dict[int, Any] = {}
+        self._handling = ExitStack()
 
     def __enter__(self) -> Requests:
         if threading.current_thread() is threading.main_thread():
-            before = {number: signal.getsignal(number) for number in HANDLED}
-            self._before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
-            for number in self._before:
-                signal.signal(number, self._on_signal)
+            self._handling.enter_context(handling(dict.fromkeys(HANDLED, self._on_signal)))
         return self
 
     def __exit__(
@@ -88,8 +84,7 @@ class Requests:
             if isinstance(error, Stopped) and self.stop is not None and self.stop.requeue and ranks().is_first:
                 requeue()
         finally:
-            for number, handler in self._before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            self._handling.close()
 
     def poll(self) -> tuple[Stop | None, bool]:
         """Return why the ranks stop here, and whether they save; the same on all of them. Sets `save` and `stop`.

@@ -19,7 +19,6 @@ from radixtrain.errors import UserError, first_line, only_warns
 from radixtrain.screen import print_lines, screen_failure
 from radixtrain.training.fault_tolerance.run_state import load_weights
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
-from radixtrain.training.progress import Speed
 from radixtrain.training.results.curves import write_curves
 from radixtrain.versions import versions
 
@@ -27,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 SUMMARY, PICTURE = "summary.json", "loss.png"
 SECONDS_BETWEEN_PICTURES = 100.0  # drawing takes about one
-CUT_COST = 0.2  # share of computed tokens that a cut may add before the last lines advise against it
 LOWER_IS_BETTER = ("loss", "perplexity", "grad_norm")
 
 
@@ -179,7 +177,6 @@ class Record:
                 "ended": self.ended["text"],
                 **self._results(),
                 "skipped": f"{skipped:,} steps that were not finite" if skipped else "",
-                "advice": _advice(self.speed),
                 "model": f"{model_folder} (the {self.exported['weights']} weights, of step {self.exported['step']:,})",
                 "best": str(self._best_path or ""),
                 "last": str(last or ""),
@@ -352,14 +349,3 @@ def _validation_of(exported: dict[str, Any]) -> dict[str, str]:
     if exported["weights"] == "best":
         at = f" at step {validation['step']:,}, whose weights are exported"
     return {name: f"{value:.4f}{at}" for name, value in validation.items() if name != "step"}
-
-
-def _advice(speed: Speed) -> str:
-    """Advise a larger `data.max_tokens` if it cuts steps and costs more than `CUT_COST`; empty otherwise."""
-    per_step = speed.num_micro_batches / max(1, speed.num_steps)
-    if speed.best_r is None or per_step <= 1 or speed.best_r < (1 + CUT_COST) * speed.r:
-        return ""
-    return (
-        f"data.max_tokens cuts a step into {per_step:.1f} micro-batches on average, which repeat what they share: if "
-        f"memory allows, a larger one raises r up to {speed.best_r:.2f}"
-    )
