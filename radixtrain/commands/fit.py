@@ -170,7 +170,8 @@ class Command:
         self.model.split_rows()
         if self.name in ("fit", "validate"):
             self.evaluation.prepare(self.model, self.datamodule)
-        self.model.answers.options = self.settings.evaluate_generation
+        if self.name == "predict":
+            self.model.answers.options = self.settings.evaluate_generation
         if isinstance(runner := self.runner, Loop):
             runner.log_every_n_steps = steps_between_logs(runner, self.datamodule)
             self.model.wandb_run = ranks().broadcast_from_rank0(

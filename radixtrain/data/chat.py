@@ -239,7 +239,6 @@ class ChatEncoder:
         report.num_samples += len(kept)
         report.num_tokens += sum(len(sample.input_ids) for sample in kept)
         report.num_labels += sum(sample.num_labels for sample in kept)
-        report.num_dropped_rows += not kept
         return kept
 
     def _fitted(self, sample: TokenRow, report: EncodeReport) -> TokenRow | None:

@@ -25,7 +25,6 @@ from radixtrain.hf.guards.draws import evaluating
 from radixtrain.screen import print_lines, printable
 from radixtrain.settings.sections import TrainerSettings
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
-from radixtrain.training.answers.predictions import PredictionWriter
 from radixtrain.training.devices.fabric import is_sharded
 from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.run_folder import RECORD
@@ -217,6 +216,8 @@ class Evaluation(Runner):
     @torch.no_grad()
     def predict(self, module: RadixModule, data: SFTData, ckpt_path: str | None = None) -> None:
         """Write scores of the rows to predict, or answers to them."""
+        from radixtrain.training.answers.predictions import PredictionWriter
+
         with self.ending():
             self._begin_placed("predict", module, data, ckpt_path)
             loader, writer = data.predict_dataloader(), PredictionWriter(self.output_dir)
