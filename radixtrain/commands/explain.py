@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,8 +66,9 @@ def inspect(
 
 def _report(settings: Report, data: StepData, typed: list[str]) -> None:
     """Report what the data share and what that saves on this machine, as `report.html` and in the terminal."""
-    with locked(check_output_dir(settings.output_dir), "report"):
-        path = Path(os.path.expanduser(settings.output_dir)) / "report.html"
+    folder = check_output_dir(settings.output_dir)
+    with locked(folder, "report"):
+        path = folder / "report.html"
         check_replaceable(path)
         data.setup("report")
         setup = run_setup(settings.model, settings.trainer)

@@ -96,18 +96,16 @@ class FromCheckpoint(RunSettings):
 
 
 @dataclass(kw_only=True)
-class Verify(RunSettings):
+class Verify(FromCheckpoint):
     """`verify`.
 
     num_steps: optimizer steps to compare, each from its own rows; the weights do not change.
     num_sequences: compare only the first ones of each step, which runs three times in float64 and twice in any other
         precision.
-    ckpt_path: a checkpoint of the run, whose weights are used.
     """
 
     num_steps: Count = 1
     num_sequences: Count | None = None
-    ckpt_path: str | None = None
 
 
 @dataclass(kw_only=True)

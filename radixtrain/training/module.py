@@ -186,8 +186,7 @@ class RadixModule(L.LightningModule):
     def on_validation_start(self) -> None:
         check_weights_finite(self, "the weights cannot be evaluated")
 
-    def on_test_start(self) -> None:
-        check_weights_finite(self, "the weights cannot be evaluated")
+    on_test_start = on_validation_start
 
     def on_predict_start(self) -> None:
         check_weights_finite(self, "predict cannot start")
@@ -198,8 +197,7 @@ class RadixModule(L.LightningModule):
     def on_train_epoch_start(self) -> None:
         self.speed.start()  # validation between epochs does not count as training
 
-    def on_validation_end(self) -> None:
-        self.speed.start()  # nor does one inside an epoch
+    on_validation_end = on_train_epoch_start  # nor does one inside an epoch
 
     def verify(self, features: Features, collator: StepCollator) -> EquivalenceReport:
         """Check whether an optimizer step of these sequences has the gradient of ordinary Hugging Face.

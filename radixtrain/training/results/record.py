@@ -362,7 +362,7 @@ PANEL = {"loss": 0, "eval_loss": 0, "learning_rate": 1}  # metric -> where it is
 
 
 def write_curves(parts: Sequence[Part], path: Path) -> bool:
-    """Draw loss, `eval_loss` and learning rate over the steps of a run, from its CSV logs, and put the picture in place.
+    """Draw loss, `eval_loss` and learning rate over the steps of a run, from its CSV logs; put it in place once whole.
 
     Returns False without one if no loss was logged.
 

@@ -138,7 +138,7 @@ def test_a_resumed_run_needs_the_same_samples(data: Callable[..., SFTData], tmp_
     with pytest.raises(UserError, match="digest was"):
         data(path, completion_only_loss=False).load_state_dict(state)
     write(tmp_path / "a.jsonl", "abcdef", answer="no!")  # as many tokens
-    with pytest.raises(UserError, match=r"other steps: digest was \w+ and is \w+"):
+    with pytest.raises(UserError, match=r"other steps or rows: digest was \w+ and is \w+"):
         data(path).load_state_dict(state)
 
 
