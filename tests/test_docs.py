@@ -76,7 +76,7 @@ def options_of(info: str) -> dict[str, Any]:
 
 def converted(log: str, row: dict[str, Any]) -> str:
     """What a program of recipes/logs prints of a row."""
-    program = ROOT / f"recipes/logs/{log.lower()}_log.py"
+    program = ROOT / f"recipes/logs/{'openai' if log == 'Completions' else log.lower()}_log.py"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "stdin", io.StringIO(json.dumps(row)))
         patched.setattr(sys, "stdout", io.StringIO())
@@ -190,6 +190,7 @@ CHANGED: list[tuple[str, dict[str, Any], str]] = [
     ("OpenAI", {"output": [{"type": "web_search_call", "id": "1"}]}, "no place for an item of the type web_search"),
     ("OpenAI", {"input": [{"role": "user", "content": [IMAGE]}]}, "found 'input_image'; only text is read"),
     ("OpenAI", {"previous_response_id": "r"}, "the history is in another row"),
+    ("Completions", {"response": {"choices": [{"finish_reason": "length", "message": SAID}]}}, "an answer was cut off"),
 ]  # fmt: skip
 
 

@@ -72,7 +72,6 @@ class EncodeReport:
     """Counts that `ChatEncoder.encode_all` adds to. `str()` is a line for people.
 
     num_bad_rows: that could not be used; `bad_rows` are what was wrong with the first few.
-    num_dropped_rows: left without a sample: all of them were dropped for their length, or the row trains nothing.
     num_samples: kept, the truncated ones among them.
     num_dropped_samples: longer than `max_length`, with `excess_length_strategy: drop`.
     num_truncated_samples, num_without_loss: cut to `max_length`; and those dropped because the cut took all their loss.
@@ -84,7 +83,6 @@ class EncodeReport:
 
     num_rows: int = 0
     num_bad_rows: int = 0
-    num_dropped_rows: int = 0
     num_samples: int = 0
     num_dropped_samples: int = 0
     num_truncated_samples: int = 0

@@ -277,9 +277,7 @@ def test_lists_arrays_and_tensors(as_input):
 def test_a_models_own_loss_would_ignore_them(name, collator):
     features = [{"input_ids": [5, 6], "labels": [N, 6], name: None}]
     features += [{"input_ids": [7, 8], "labels": [N, 8], name: [1.0, 1.0]}]
-    with pytest.raises(
-        ValueError, match=r"^feature 1 has loss_weights, which the loss of a Hugging Face model ig"
-    ):
+    with pytest.raises(ValueError, match=r"^feature 1 has loss_weights, which the loss of a Hugging Face model ig"):
         collator(features)
 
 

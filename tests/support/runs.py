@@ -225,7 +225,7 @@ class CountingTrainer:
     """What `SaveCheckpoints` uses of `Loop` and of `RadixModule`, and real requests. options: of `SaveCheckpoints`."""
 
     def __init__(self, folder: Path, **options: Any):
-        self.requests = Requests(folder)
+        self.requests = Requests()
         self.saver = SaveCheckpoints(folder / "checkpoints", self.requests, **options)
         self.module: Any = torch.nn.Linear(2, 2)
         self.module.position, self.module.is_stepping = Position(0, 0), False

@@ -85,11 +85,7 @@ SET_UPS: dict[str, dict[str, Any]] = {
     "max_steps inside an epoch": {"trainer__max_steps": STEPS - 3, **VALIDATED},
     "grouped by prefix": {"data__group_by_prefix": 3},
     "validations inside epochs": VALIDATED,
-    "validations after two epochs": {"data__validation_file": "rows", "trainer__check_val_every_n_epoch": 2},
-    "validations of no epoch": {
-        **{"data__validation_file": "rows", "trainer__val_check_interval": 4},
-        "trainer__check_val_every_n_epoch": None,
-    },
+    "validations of no epoch": {"data__validation_file": "rows", "trainer__val_check_interval": 4},
     "dropout": DROPOUT,
     "muon, decayed": {"model__optimizer": "muon", "model__weight_decay": 0.1},
     "muon on adapters": {"model__optimizer": "muon", "model__use_peft": "true"},

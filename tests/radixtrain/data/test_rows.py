@@ -100,7 +100,6 @@ READ = r"""
 {"messages": CHAT, "chat_template_kwargs": "{\"brief\": \"!\"}"} -> user: q|assistant: [a|]!
 {"prompt": "q", "completion": "a", "n": 0} -> q[a|] unread: n
 {"prompt": [ASKED], "completion": [ANSWERED], "system": "s"} -> system: s|user: q|assistant: [a|]
-{"request": {"messages": [ASKED], "tools": [{"name": "f"}]}, "response": {"choices": [{"message": ANSWERED}]}, "status_code": 200} -> {f}user: q|assistant: [a|] unread: status_code
 {"instruction": "i", "output": "a"} -> user: i|assistant: [a|]
 {"instruction": "i", "input": "c", "output": "a"} -> user: i¶c|assistant: [a|]
 {"instruction": "q", "input": " ", "output": "a", "system": "s"} -> system: s|user: q|assistant: [a|]
@@ -192,7 +191,7 @@ REFUSED = r"""
 {} -> no format has the columns (none); expected messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids, or their names in data.columns, such as {user: QUESTION, assistant: ANSWER}; docs/data-formats.md#logs-of-model-calls says how to convert a log of model calls
 {"prompt": "q"} -> no format has the columns prompt; expected messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids
 {"id": 1, "messages": null} -> no format has the columns id, messages (null); expected messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids
-{"request": {"messages": [ASKED]}, "response": {"content": [{"type": "tool_use"}]}} -> no format has the columns request, response; expected messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids
+{"request": {"messages": [ASKED]}, "response": {"choices": [{"message": ANSWERED}]}} -> no format has the columns request, response; expected messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids
 {"prompt": "q", "chosen": "a", "rejected": "b"} -> no format has the columns prompt, chosen, rejected; expected messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids, or their names in data.columns, such as {user: QUESTION, assistant: ANSWER}; chosen and rejected: preference data, for a trainer such as TRL's DPOTrainer
 {"messages": CHAT, "label": false} -> label: False: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {label: null}
 {"conversations": SHAREGPT, "kto_tag": "false"} -> kto_tag: 'false': nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {kto_tag: null}
@@ -200,7 +199,6 @@ REFUSED = r"""
 {"prompt": [ASKED], "completion": [ANSWERED], "reward": -0.5} -> reward: -0.5: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {reward: null}
 {"prompt": "q", "response": "4", "score": 4} -> score: 4: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {score: null}
 {"input_ids": [81, 82], "loss_mask": [0, 1]} -> loss_mask: [0, 1]: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {loss_mask: null}
-{"request": {"messages": [ASKED], "tools": [{"name": "f"}]}, "response": {"choices": [{"message": ANSWERED}]}, "rating": 1} -> rating: 1: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {rating: null}
 {"text": "t", "is_correct": 0} -> is_correct: 0: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {is_correct: null}
 {"messages": [ASKED, ANSWERED, {"role": "user", "content": "r"}], "answer": "b"} -> answer: 'b': nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {answer: null}
 {"messages": CHAT, "label": 0, "reward": 1} -> label: 0, reward: 1: nothing reads this
@@ -212,7 +210,6 @@ REFUSED = r"""
 {"question": "q", "answer": " "} -> answer: the answer is empty: nothing is learned from it but to stop; leave the row out (data.on_bad_row: skip)
 {"question": "q", "answer": 1} -> answer: expected text, found 1
 {"instruction": "q", "output": "a", "history": ["x"]} -> history beside instruction and output: to put it after the question
-{"request": {"messages": [ASKED], "tools": [{"name": "f"}]}, "response": {"choices": [{"finish_reason": "length", "message": ANSWERED}]}} -> response.choices: finish_reas
 {"text": "t", "label": 0} -> label: 0: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {label: null}; to answer with it, write {user: text, assistant: label}
 {"text": "t", "category": "c"} -> category: 'c': nothing reads this
 {"text": "q", "completion": "a"} -> completion: 'a': nothing reads this

@@ -71,9 +71,6 @@ LEARNED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         "()a|"], [
         "hash", "reasoning_effort", "reward_model", "used_in_training"]),
     ({"messages": [Q, assistant("3")], "label": 3}, ["()3|"], ["label"]),
-    ({"request": {"messages": [Q]}, "response": {"id": "x", "usage": {"rejected_prediction_tokens": 0}, "choices": [
-        {"index": 0, "finish_reason": "stop", "message": GOOD, "logprobs": {"content": [{"logprob": -1.5}]}}]}},
-     ["()a|"], []),
     ({"messages": [Q, assistant("", tool_calls=[{"name": "f", "arguments": {}, "parsed_arguments": {"a": 1}}])]}, [
         "()f|"], []),
     ({"instruction": "q", "input": "", "output": "a", "text": ""}, ["()a|"], []),
@@ -148,8 +145,7 @@ ROWS: list[tuple[dict[str, Any], str, str]] = [
     ({"text": "t", "is_spam": True}, "is_spam: True", "is_spam: null"),
     ({"messages": [Q, BAD], "meta": {"human": {"label": False}}}, "meta: {'human': {'label': False}}", "meta: null"),
     ({"messages": [Q, BAD], "reward": 0, "label": "x", "id": 1}, "reward: 0, label: 'x'", "reward: null, label: null"),
-    ({"request": {"messages": [Q]}, "response": {"choices": [{"message": BAD}]}, "feedback": "bad"}, "feedback: 'bad'",
-     "feedback: null"),
+    ({"prompt": [Q], "completion": [BAD], "feedback": "bad"}, "feedback: 'bad'", "feedback: null"),
     # preferences
     ({"messages": CHAT, "chosen": [BAD], "rejected": [Q, BAD]}, "chosen and rejected: preference data",
      "chosen: null, rejected: null"),
@@ -264,15 +260,6 @@ def test_rows_that_need_no_answer_may_say_anything(tmp_path: Path) -> None:
 def test_a_list_in_another_turn_is_refused_too(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"turn 1 \(role 'user'\): attachments: .* is not read, so it would be lost"):
         read(tmp_path, [{"messages": [user("q", attachments=["a.pdf"]), GOOD]}])
-
-
-@pytest.mark.parametrize(
-    ("of_call", "of_choice", "name"), [({"score": 0}, {}, "score"), ({}, {"feedback": 0}, "feedback")]
-)
-def test_a_logged_response_that_says_more(of_call: Any, of_choice: Any, name: str, tmp_path: Path) -> None:
-    row = {"request": {"messages": [Q]}, "response": {**of_call, "choices": [{"message": BAD, **of_choice}]}}
-    with pytest.raises(DataError, match=f"response: {name}: 0: nothing reads this"):
-        read(tmp_path, [row])
 
 
 @pytest.mark.parametrize(

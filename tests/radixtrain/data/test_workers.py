@@ -151,7 +151,7 @@ def test_a_batch_that_cannot_be_handed_over_ends_the_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     with pytest.raises(RuntimeError, match="exited unexpectedly") as found:
         list(StepLoader(Full(), StepSampler(6, 2, False, 0), num_workers=1))  # type: ignore[arg-type]
-    assert "DataLoader workers ran out of shared memory" in str(explain(found.value, None))
+    assert "could not hand its batch over" in str(explain(found.value, None))
 
 
 def test_the_same_signals_are_requests_of_a_run() -> None:

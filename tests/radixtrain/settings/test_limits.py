@@ -44,7 +44,6 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "data.max_length": lambda x: 2 <= x < 2**31,
     "data.group_by_prefix": lambda x: 1 <= x <= 32,
     "data.min_shared_tokens": lambda x: 1 <= x < 2**31,
-    "data.pad_to_multiple_of": lambda x: 1 <= x <= 16384,
     "data.dataset_num_proc": lambda x: 1 <= x <= 1024,
     "data.dataloader_num_workers": lambda x: 0 <= x <= 1024,
 }

@@ -12,7 +12,7 @@ from radixtrain.data.files.sources import Source
 from radixtrain.settings.sections import DataSettings
 from tests.support.batches import CHATML, byte_tokenizer
 
-OF_THE_CACHE = ("on_bad_row", "dataset_num_proc", "cache_dir", "overwrite_cache")
+OF_THE_CACHE = ("on_bad_row", "dataset_num_proc", "cache_dir")
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def loop_on(count: int = 1, strategy: str = "ddp", **settings: Any) -> Loop:
     several: dict[str, Any] = {"strategy": kind(timeout=timedelta(minutes=5)), "devices": count} if count > 1 else {}
     fabric = Fabric(accelerator="cpu", **{"devices": 1, **several})
     folder = Path(mkdtemp())
-    record = Record(folder, SaveCheckpoints(folder / "checkpoints", Requests(folder), is_enabled=False))
+    record = Record(folder, SaveCheckpoints(folder / "checkpoints", Requests(), is_enabled=False))
     given = TrainerSettings(**{"enable_progress_bar": False, **settings})
     return Loop(fabric, given, folder, [], EvaluateGeneration(), {}, record=record)
 

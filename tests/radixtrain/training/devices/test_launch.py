@@ -77,7 +77,7 @@ def test_a_signal_to_one_process_ends_all(fit, tmp_path, number, place, code, sa
     [
         (rank_1_finds_an_error, {}, "error: rank 1: what only this rank can see"),
         (fork_children, {"model__model_name_or_path": "."}, "error: model.model_name_or_path '.': no weights"),
-        (fork_children, {"trainer__devices": "0,1", "trainer__strategy": "fsdp"}, "error: trainer.strategy fsdp: "),
+        (fork_children, {"trainer__devices": "[0,1]", "trainer__strategy": "fsdp"}, "error: trainer.strategy fsdp: "),
     ],
 )
 def test_an_error_is_told_once(fit, before, flags, said):

@@ -1,6 +1,5 @@
-"""Signals that this process sends to itself, and files in a folder. What a run does then: `test_stops.py`."""
+"""Signals that this process sends to itself. What a run does then: `test_stops.py`."""
 
-import logging
 import os
 import signal
 import threading
@@ -39,7 +38,7 @@ def send(number: int) -> None:
 
 def test_after_training_the_message_says_how_to_get_the_model(tmp_path: Path) -> None:
     message = "after the last step; --ckpt_path last writes the model"
-    with pytest.raises(Stopped, match=message), Requests(tmp_path) as requests:
+    with pytest.raises(Stopped, match=message), Requests() as requests:
         with requests.deferred():
             pass
         send(signal.SIGTERM)
@@ -49,7 +48,7 @@ def test_after_training_the_message_says_how_to_get_the_model(tmp_path: Path) ->
 def test_while_answers_are_generated_it_raises_at_once(tmp_path: Path, is_early: bool) -> None:
     """Also if it came just before."""
     said = "stopped by SIGTERM while answers were generated; what was trained is saved"
-    with pytest.raises(Stopped, match=said), Requests(tmp_path) as requests, requests.deferred():
+    with pytest.raises(Stopped, match=said), Requests() as requests, requests.deferred():
         if is_early:
             send(signal.SIGTERM)
         with requests.at_once():
@@ -77,7 +76,7 @@ class TestSlurm:
     def test_only_usr1_that_is_saved_requeues(
         self, tmp_path: Path, job: list[str], number: int, error: BaseException, asked: list[str]
     ) -> None:
-        with pytest.raises(type(error)), Requests(tmp_path) as requests, requests.deferred():
+        with pytest.raises(type(error)), Requests() as requests, requests.deferred():
             send(number)
             assert requests.stop is not None and not requests.save
             raise error
@@ -87,7 +86,7 @@ class TestSlurm:
         self, tmp_path: Path, job: list[str], clock: list[float], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(module.os, "_exit", lambda code: pytest.fail("left"))
-        with pytest.raises(Stopped), Requests(tmp_path) as requests, requests.deferred():
+        with pytest.raises(Stopped), Requests() as requests, requests.deferred():
             send(signal.SIGUSR1)
             clock[0] += 60
             send(signal.SIGTERM)
@@ -98,7 +97,7 @@ class TestSlurm:
 def test_handlers_are_restored_and_ignored_signals_stay_ignored(tmp_path: Path) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     before = [signal.getsignal(number) for number in HANDLED]
-    with Requests(tmp_path) as requests:
+    with Requests() as requests:
         send(signal.SIGHUP)
         send(signal.SIGUSR1)
         assert requests.stop is None and requests.save
@@ -107,41 +106,21 @@ def test_handlers_are_restored_and_ignored_signals_stay_ignored(tmp_path: Path) 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_request_to_save(number: int, tmp_path: Path) -> None:
-    with Requests(tmp_path) as requests:
+    with Requests() as requests:
         send(number)
         assert requests.stop is None and requests.save
 
 
-def test_another_thread_has_only_the_files(tmp_path: Path) -> None:
+def test_another_thread_leaves_the_handlers_alone() -> None:
     before = [signal.getsignal(number) for number in HANDLED]
     found: list[bool] = []
 
     def run() -> None:
-        with Requests(tmp_path) as requests:
-            (tmp_path / "save").touch()
-            requests.poll()
-            found.append(requests.save and [signal.getsignal(number) for number in HANDLED] == before)
+        with Requests() as requests:
+            found.append(requests.poll() == (None, False))
+            found.append([signal.getsignal(number) for number in HANDLED] == before)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert found == [True]
-
-
-class TestFiles:
-    def test_those_that_were_there_before_stay(
-        self, tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        (tmp_path / "stop").write_text("data of mine")
-        (tmp_path / "save").mkdir()
-        with caplog.at_level(logging.WARNING), Requests(tmp_path) as requests:
-            requests.poll()
-            assert not requests.save and requests.stop is None
-            os.utime(tmp_path / "stop", (1, 1))  # touched
-            clock[0] += 1
-            requests.poll()
-            assert requests.stop
-        assert [record.message for record in caplog.records] == [
-            f"{tmp_path / 'stop'}: was there before the run, and is ignored; touch it to request"
-        ]
-        assert [path.name for path in tmp_path.iterdir()] == ["save"]
+    assert found == [True, True]

@@ -50,7 +50,7 @@ def test_answers_are_not_cut_short(tmp_path: Path) -> None:
     """One rank that left would be waited for by the others."""
 
     def work(rank: int) -> int:
-        requests = Requests(tmp_path)
+        requests = Requests()
         with requests, pytest.raises(Stopped) as stopped, requests.deferred(), requests.at_once():
             if rank == 0:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from radixtrain.__main__ import main
-from radixtrain.training.fault_tolerance import signals as requests_module
 from radixtrain.training.module import RadixModule
 from tests.support import FULL
 from tests.support.runs import names
@@ -40,14 +39,11 @@ def send(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-def test_files_save_and_stop(arguments: Arguments, at_step: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(requests_module, "POLL_SECONDS", 0.0)
-    out = tmp_path / "out"
-    at_step(2, (out / "save").touch)
-    at_step(4, (out / "stop").touch)
+def test_a_signal_saves_and_another_one_stops(arguments: Arguments, at_step: Any, tmp_path: Path) -> None:
+    at_step(2, send(signal.SIGUSR1))
+    at_step(4, send(signal.SIGINT))
     assert main(arguments(trainer__max_steps=9)) == 130
-    assert names(out / "checkpoints") == ["last", "step=2", "step=4"]
-    assert not (out / "save").exists() and not (out / "stop").exists()
+    assert names(tmp_path / "out" / "checkpoints") == ["last", "step=2", "step=4"]
 
 
 @FULL
