@@ -67,7 +67,7 @@ Code = TypeVar("Code", bound=Callable[..., Any])
 _POSITION_WISE: WeakSet[Callable[..., Any]] = WeakSet()
 
 
-def position_wise(code: Code) -> OtherCode:
+def position_wise(code: Code) -> Code:
     """Declare that code in a model treats each token independently, or only looks, so that its calls are shared.
 
     Otherwise such code is refused, or the model's calls run unshared. `verify_equivalence` checks the claim.

@@ -127,7 +127,9 @@ def answer_prompts(
         torch.manual_seed(options.seed + rank)
         found, num_computed = _generated(model, own, tokenizer, fields, options, cache)
         if logprobs and own:
-            scores = score_completions(model, [each.token_ids for each in own], [[each.token_ids] for each in found])
+            scores = score_completions(
+                model, [each.token_ids.tolist() for each in own], [[each.token_ids] for each in found]
+            )
             found = [each._replace(logprob=sum(score)) for each, (score,) in zip(found, scores, strict=True)]
     parts = ranks().gather((found, num_computed, time.perf_counter() - start))
     pairs = [pair for share, part in zip(shares, parts, strict=True) for pair in zip(share, part[0], strict=True)]
