@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from radixtrain.__main__ import main
 from radixtrain.errors import Stopped, UserError
 from radixtrain.training.module import RadixModule
-from radixtrain.training.results.curves import read_curves
-from radixtrain.training.results.record import Progress, Record, status_of_run
+from radixtrain.training.results.record import Progress, Record, read_curves, status_of_run
 from radixtrain.verification.oracle import float64_arithmetic
 from tests.support import FULL
 from tests.support.runs import logged, summary
