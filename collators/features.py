@@ -167,7 +167,7 @@ def _check_unread(feature: Mapping[str, Any], where: str) -> None:
                 where,
                 f"{name} ({type(feature[name]).__name__}) is not read by a RadixCollator, and a model or loss that "
                 f"reads it would train differently; remove the column, or use share_prefixes(model) and the collator "
-                f"of an ordinary trainer",
+                f"of an ordinary trainer (a loss of your own finds numbers of a token by radix.label_indices)",
             )
 
 

@@ -4,7 +4,9 @@ The ordinary arm is a padded loop of Hugging Face's own model, written from the 
 nothing of radixtrain's collators or losses.
 """
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,7 +81,9 @@ def shared(model: Any, step: Step, features: Features, is_policy: bool) -> Itera
             yield predictions.loss_sum() / step.num_labels
 
 
-def worst_error(model: Any, features: Features, loss: Loss, max_tokens: int | None = None) -> float:
+def worst_error(
+    model: Any, features: Features, loss: Loss, max_tokens: int | None = None, shared: Any = shared
+) -> float:
     """The largest relative error of a gradient; of one below a thousandth of the largest, relative to that."""
     read = [{name: x for name, x in each.items() if name not in FLOATS[1:]} for each in features]
     step = StepCollator(max_tokens=max_tokens)(read)
@@ -131,6 +135,19 @@ def branches() -> Features:
         floats["old_logprobs"] = floats["old_logprobs"] - np.float32(2.5)
         features.append({"input_ids": ids, "labels": [N, N, *ids[2:]], **floats})
     return features
+
+
+def test_the_loop_of_the_page(model: Any) -> None:
+    """Of docs/dpo-grpo.md: numbers of a token, found after collating."""
+    page = (Path(__file__).parents[2] / "docs" / "dpo-grpo.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[-1], names)
+    features = [{**each, "loss_weights": np.ones(len(each["labels"]))} for each in branches()]
+
+    def by_the_page(model: Any, step: Step, features: Features, is_policy: bool) -> Iterator[Tensor]:
+        yield names["policy_loss"](model, names["collate"](features))
+
+    assert worst_error(model, features, clipped_ratio, shared=by_the_page) <= BAR
 
 
 @FULL

@@ -93,23 +93,3 @@ def error_of(model: Any, prompts: list[list[int]], found: Any, number: int) -> f
         truth = logits_by_the_model(model, prompt + answer)[len(prompt) - 1 : -1]
         errors.append((torch.stack([step[row] for step in found.logits]) - truth).abs().max().item())
     return max(errors)
-
-
-def test_nan_stays_in_its_sequence(tiny_qwen3: Callable[..., Any]) -> None:
-    """A token without finite keys reaches those who read it, and nobody beside it."""
-    model = tiny_qwen3(tie_word_embeddings=False).eval()
-    with torch.no_grad():
-        model.get_input_embeddings().weight[49] = torch.nan
-    prompts = [[7, 8, 9, 2], [7, 8, 49, 3], [7, 8, 49], [7, 9, 1], [7, 9], [9, 9], [9, 9, 9, 9]]
-    finite = [place for place, prompt in enumerate(prompts) if 49 not in prompt]
-    with float64_throughout(model):
-        for cells in (1, 512):
-            with with_pieces_of(cells):
-                found = generated(model, prompts, cache=RadixCache(), max_new_tokens=5, eos_token_id=None)
-            chosen = type(found)(sequences=found.sequences[finite], logits=tuple(x[finite] for x in found.logits))
-            answers = chosen.sequences[:, 4:].tolist()
-            for row, (place, answer) in enumerate(zip(finite, answers, strict=True)):
-                truth = logits_by_the_model(model, prompts[place] + answer)[len(prompts[place]) - 1 : -1]
-                assert (torch.stack([step[row] for step in chosen.logits]) - truth).abs().max() <= BAR, prompts[place]
-            others = [place for place in range(len(prompts)) if place not in finite]
-            assert all(step[others].isnan().all() for step in found.logits)
