@@ -66,10 +66,10 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, cache: RadixCach
     """
     parts = parts_of(model_inside(model))
     check_arguments(model, cache, kwargs)
-    ids, mask = _padded_prompts(model, inputs, kwargs)
+    ids, mask = _padded_prompts(parts.base, inputs, kwargs)
     prompts = [row[seen] for row, seen in zip(ids.cpu().numpy(), mask.cpu().numpy(), strict=True)]
     beginnings = [prompt[:-1] for prompt in prompts]  # without the first token that `model.generate` computes
-    num_new = _setting(model, kwargs, "max_new_tokens")
+    num_new = _setting(parts.base, kwargs, "max_new_tokens")
     with generating(model, parts, max(map(len, beginnings)) + (num_new or 1)):
         stored = RadixCache() if cache is None else cache
         if cache is not None:
@@ -77,7 +77,7 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, cache: RadixCach
         ids, mask = (x.to(device_of(parts)) for x in (ids, mask))
         try:
             ends = prefill(parts, stored, beginnings)
-            longest = ids.shape[1] + (num_new or _setting(model, kwargs, "max_length") or MOST_TOKENS)
+            longest = ids.shape[1] + (num_new or _setting(parts.base, kwargs, "max_length") or MOST_TOKENS)
             past = PromptCache(ends, ids.shape[1] - 1, longest, ids.device, frees=cache is None)
             with serving(parts, past):
                 own = {ARGUMENT: past, "attention_mask": mask.to(ids.dtype), "use_cache": True}
@@ -95,14 +95,15 @@ def check_arguments(model: nn.Module, cache: object, kwargs: Mapping[str, Any]) 
             raise UserError(f"{name}: prompts are computed into radixtrain's own cache; give a RadixCache as cache=")
         if isinstance(value, Tensor) and name not in OF_TEXT:
             raise UserError(f"{name}: prompts are token ids of text; leave it out, or use model.generate")
+    base = model_inside(model)
     for name, (neutral, reason) in REFUSED.items():
-        if (value := _setting(model, kwargs, name)) not in neutral:
+        if (value := _setting(base, kwargs, name)) not in neutral:
             raise UserError(f"{name}={value!r} is not supported, because {reason}; leave it out, or use model.generate")
 
 
 def _setting(model: nn.Module, kwargs: Mapping[str, Any], name: str) -> Any:
     """Return an option of a call: from its arguments, its generation_config, or the model's."""
-    configs = kwargs.get("generation_config"), getattr(model_inside(model), "generation_config", None)
+    configs = kwargs.get("generation_config"), getattr(model, "generation_config", None)
     values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in values if value is not None), None)
 

@@ -78,7 +78,7 @@ PROTOCOL = {f"{verb}_{kind}_state" for verb in ("get", "update") for kind in ("c
 
 def mixers_of(decoder: nn.Module) -> dict[str, nn.Module]:
     """Return the mixers of the text, by path; empty for a model whose layers only attend."""
-    return {path: module for path, module in decoder.named_modules() if is_text(path) and _is_mixer(type(module))}
+    return {path: module for path, module in decoder.named_modules() if _is_mixer(type(module)) and is_text(path)}
 
 
 def layer_around(decoder: nn.Module, path: str) -> nn.Module | None:
