@@ -265,11 +265,31 @@ def test_what_is_given_without_a_label_is_not_read():
     assert array.loss_weights.tolist() == [0.0, -1.0, 0.0]
 
 
-@pytest.mark.parametrize("as_input", [tuple, np.array, torch.tensor, lambda x: np.array(x, np.float16)])
-def test_lists_arrays_and_tensors(as_input):
-    weights = [0.0, -2.0, 0.5]
-    batch = MERGED([{**FEATURES[0], "loss_weights": as_input(weights)}])
-    assert batch["radix"].loss_weights.tolist() == weights[1:]
+FORMS = [list, tuple, np.array, np.int8, np.int32, torch.tensor]
+OF_BITS = [
+    partial(np.array, dtype=bool),
+    lambda bits: [bit == 1 for bit in bits],
+    lambda bits: np.array(bits, np.float16),
+]
+
+
+@pytest.mark.parametrize("form", [*FORMS, *OF_BITS], ids=range(len(FORMS + OF_BITS)))
+def test_lists_arrays_and_tensors(form):
+    """Numbers of a column in any form; bits as booleans too, and weights as fractions of any width."""
+    row = {
+        "input_ids": [7, 8, 9],
+        "completion_mask": [0, 1, 1],
+        "assistant_masks": [1, 1, 0],
+        "position_ids": [0, 2, 3],
+    }
+    row |= {"attention_mask": [1, 1, 1], "loss_weights": [0, -2, 1]}
+    takes = ("loss_weights",) if form is OF_BITS[-1] else [name for name in row if form in FORMS or "mask" in name]
+    expected = as_python(MERGED([row]))
+    for name in takes:
+        assert as_python(MERGED([{**row, name: form(row[name])}])) == expected, name
+    labels = {"input_ids": [7, 8, 9], "labels": [N, 8, 9]}
+    if form in FORMS:
+        assert as_python(MERGED([{**labels, "labels": form(labels["labels"])}])) == as_python(MERGED([labels]))
 
 
 @pytest.mark.parametrize("collator", [RadixCollator(), StepCollator(max_tokens=3, merge_labels=False)])
