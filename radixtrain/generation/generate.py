@@ -30,6 +30,10 @@ REFUSED = {
     "output_attentions": ((False, None), "shared attention has no weights for each row"),
     "output_hidden_states": ((False, None), "the rows of a step run through the layers as one sequence"),
     "custom_generate": ((None,), "another decoding loop may read the cache itself"),
+    "trust_remote_code": (
+        (False, None),
+        "contrastive search and other loops from the Hub may read the cache themselves",
+    ),
     "use_mtp": ((False, None), "it has a cache of its own"),
     **dict.fromkeys(
         ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"),

@@ -109,6 +109,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported, because proposed"),
     "an assistant": ({"assistant_model": object()}, "assistant_model=.* is not supported, because proposed tokens"),
     "another loop": ({"custom_generate": "transformers-community/dola"}, "custom_generate='.*' is not supported"),
+    "contrastive search": (
+        {"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True},
+        "trust_remote_code=True is not supported, because contrastive search and other loops",
+    ),
     "no RadixCache": ({"cache": DynamicCache()}, "cache: expected a RadixCache, or None .*, got DynamicCache"),
     "padding on the right": (
         {"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])},
