@@ -83,6 +83,21 @@ def mixture() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
+def hybrid() -> Callable[..., Any]:
+    """`hybrid(seed)`: a tiny Qwen3.5, whose first layer has a state that lasts for the whole row."""
+
+    def build(seed: int = 0) -> Any:
+        model = models.tiny_hybrid("Qwen3.5", seed, **SIZES)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("A_log"):
+                    parameter.fill_(-4.0)  # a state that forgets soon would hide a wrong fork
+        return model
+
+    return build
+
+
+@pytest.fixture(scope="session")
 def reference(tmp_path_factory) -> Path:
     """The folder of the reference of trainers that generate (`rollouts`)."""
     return save_reference(tmp_path_factory.mktemp("reference"))

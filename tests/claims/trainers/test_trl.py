@@ -64,6 +64,10 @@ CASES: dict[str, Case] = {
     "SFT, label smoothing": sft(settings={"label_smoothing_factor": 0.1}),  # of whole logits
     "SFT, dft": sft(settings={"loss_type": "dft"}),
     "SFT, mixture of experts": sft(models=("mixture",), logged=("aux_loss",)),
+    "SFT, recurrent": sft(models=("hybrid",)),
+    "SFT, recurrent, LoRA": sft(
+        models=("hybrid",), adapters={"target_modules": ["in_proj_qkv", "in_proj_a", "out_proj", "q_proj"]}
+    ),
     "SFT, LoRA": sft(adapters={}),
     "SFT, LoRA, reentrant": sft(adapters={}, settings=REENTRANT),  # TRL sees to a gradient at the embeddings
     "SFT, LoRA by TRL": sft(adapters={}, by_trl=True, settings=CHECKPOINTING),
@@ -85,6 +89,7 @@ CASES: dict[str, Case] = {
     "DPO, checkpointing": dpo(**CHECKPOINTING),
     "DPO, reentrant": dpo(**REENTRANT),
     "DPO, no system prompt": Case("DPO", TWO, "short", r=1.2),
+    "DPO, recurrent": Case("DPO", ("hybrid", "hybrid")),
     "DPO, mixture of experts": Case("DPO", ("mixture", "mixture"), logged=("aux_loss",)),
     # Answers, and answers of other prompts, which estimate the KL term.
     "KTO": Case("KTO", TWO, "answers", evaluate=True, logged=("kl",), calls=(16, 16), r=2.5),
@@ -127,11 +132,14 @@ def messages_of(row: dict[str, str]) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", cases(CASES, ["SFT", "DPO"]))
-def test_every_step_is_that_of_an_untouched_run(name, model, scorer, mixture, lora, row_sets, trl_trainer, table):
+@pytest.mark.usefixtures("free_forks")
+def test_every_step_is_that_of_an_untouched_run(
+    name, model, scorer, mixture, hybrid, lora, row_sets, trl_trainer, table, caplog
+):
     from peft import get_peft_model
 
     case, rows = CASES[name], row_sets[CASES[name].rows]
-    makers: dict[str, Callable[[int], Any]] = {"model": model, "scorer": scorer, "mixture": mixture}
+    makers: dict[str, Callable[[int], Any]] = {"model": model, "scorer": scorer, "mixture": mixture, "hybrid": hybrid}
     makers["untied"] = lambda seed: model(seed, tie_word_embeddings=False)
 
     def build(share: Share) -> Any:
@@ -146,6 +154,7 @@ def test_every_step_is_that_of_an_untouched_run(name, model, scorer, mixture, lo
     skipped = OVER_PADDING if case.trainer in ("ORPO", "CPO") else ()
     found = compare(build, evaluate=case.evaluate, skipped=skipped)
     assert found.r > case.r and {*case.logged} <= found.worst.keys()
+    assert "from its first token on" not in caplog.text, "recurrent layers fork"
     assert not case.calls or tuple(each.calls for each in found.counts) == case.calls
     assert "kl" not in case.logged or any(entry.get("kl", 0) > 0 for entry in found.shared.entries), "clamped to 0"
     table(f"{case.trainer}Trainer, {name}", found)
