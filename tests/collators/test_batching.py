@@ -64,22 +64,11 @@ def prefixes(sequences):
     ("sequences", "num_ranks", "max_tokens", "groups", "costs"),
     [
         pytest.param(
-            [[7, 8, 3], [7, 8, 1], [7, 8, 4], [7, 8, 2]], 2, None, [[[1, 3]], [[0, 2]]], [4, 4], id="in a row"
-        ),
-        pytest.param(
-            [[1, 1, 1], [2], [3, 3, 3, 3], [4, 4]], 2, None, [[[0, 1]], [[2, 3]]], [4, 6], id="no other order"
-        ),
-        pytest.param(
-            [[7, 8, 1], [7, 8, 2], [9, 1], [9, 2]], 2, None, [[[0, 1]], [[2, 3]]], [4, 3], id="a prompt for each rank"
-        ),
-        pytest.param(
             [[7, 8, 3], [7, 8, 1], [7, 8, 4], [7, 8, 2]], 2, 3, [[[1], [3]], [[0], [2]]], [6, 6], id="and a budget"
         ),
         pytest.param([[1, 2], [3, 4]], 3, None, [[[0]], [[1]], []], [2, 2, 0], id="nothing for a rank"),
         pytest.param([[5] * 9], 2, 4, [[[0]], []], [9, 0], id="longer than the budget"),
         pytest.param([[4, 4]] * 5, 2, None, [[[0, 1, 2, 3, 4]], []], [2, 0], id="copies cost nothing"),
-        pytest.param([[9] * 7, [9] * 7, [1]], 1, 3, [[[2], [0], [1]]], [15], id="a longer one by itself, its copy too"),
-        pytest.param([[1, 2, 3], [5, 6], [1, 2, 4]], 1, 6, [[[0, 2, 1]]], [6], id="exactly full"),
         pytest.param([], 2, 4, [[], []], [0, 0], id="empty"),
     ],
 )
@@ -95,7 +84,6 @@ def test_share_by_unique_tokens(sequences, num_ranks, max_tokens, groups, costs)
     [
         pytest.param([2, 5, 3, 5], 2, None, [[[1, 2]], [[3, 0]]], [10, 10], id="every other one"),
         pytest.param([2, 5, 3, 5], 2, 5, [[[1], [2]], [[3], [0]]], [8, 7], id="and a budget"),
-        pytest.param([2, 5, 3, 5], 4, None, [[[1]], [[3]], [[2]], [[0]]], [5, 5, 3, 2], id="one for each rank"),
         pytest.param([9, 1], 3, 4, [[[0]], [[1]], []], [9, 1, 0], id="nothing for a rank"),
         pytest.param([], 2, None, [[], []], [0, 0], id="empty"),
     ],
@@ -117,6 +105,7 @@ def test_no_runs_of_the_sorted_order_are_better(sequences, num_ranks):
     runs = ([ordered[start:end] for start, end in pairwise([0, *cuts, len(ordered)])] for cuts in ways)
     best = min(max(len(prefixes(run)) for run in way) for way in runs)
     assert max(shares.costs) <= best * 1.001 + 1
+    assert shares.costs == [len(prefixes([sequences[n] for group in rank for n in group])) for rank in shares.groups]
 
 
 def test_positions_count():
