@@ -406,14 +406,15 @@ def _passed(
                 (states * weights).sum(), [leaf, *trained.values()], allow_unused=True
             )
             gradients = dict(zip(trained, map(_times_a_vector, of_weights), strict=True))
-    left = [torch.as_tensor(value).detach() for value in changed if isinstance(value, Tensor | float | int)]
+    kept = (value for value in changed if isinstance(value, Tensor | float | int))
+    left = [torch.as_tensor(value, device=getattr(value, "device", "cpu")).detach() for value in kept]
     return _Pass(states.detach(), gradient.flatten(0, 1), left, layers, gradients, mixers)
 
 
 def _times_a_vector(gradient: Tensor | None) -> Tensor:
     """Return the product with a vector, which takes less memory than a matrix. None is zeros."""
     if gradient is None:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     matrix = gradient.reshape(len(gradient), -1) if gradient.ndim else gradient.reshape(1, 1)
     vector = torch.arange(1, matrix.shape[1] + 1, device=matrix.device).sin()
     return matrix.to(vector.dtype) @ vector if matrix.dtype != torch.float64 else matrix @ vector.double()
