@@ -14,7 +14,6 @@ The gradient of equal tokens arrives at the first of them, as one sum. So no one
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,10 +24,11 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.calls import DROPS_ROWS, FOR_THE_LOSS, READ, TYPES, UNREAD, BoolArray, PaddedRows, is_option
+from radixtrain.hf.padded.calls import DROPS_ROWS, FOR_THE_LOSS, READ, TYPES, why_unknown
+from radixtrain.hf.padded.places import BoolArray, PaddedRows
 from radixtrain.hf.pictures import OF_PICTURES, bits_of, image_token_of
 from radixtrain.hf.progress import Upstream
 from radixtrain.hf.windows import MaskRequest, answered, request_of
@@ -39,6 +39,7 @@ from radixtrain.tree.plan import PrefixPlan
 
 AT_PLACEHOLDERS, PLACEHOLDERS = "deepstack_visual_embeds", "visual_pos_masks"  # tensors (P, D), and where they stand
 PER_TOKEN = {*TYPES, PLACEHOLDERS, "per_layer_inputs"}
+OF_A_DECODER = {*READ, *FOR_THE_LOSS, PLACEHOLDERS, "per_layer_inputs", "inputs_embeds", AT_PLACEHOLDERS}
 BESIDES = {"cache_position", DROPS_ROWS}  # what a call on unique tokens goes without
 OTHER_MASK = "a mask of other tokens than the last ones before each, and those of its image"
 TOLD_APART = "what stands before the decoder, such as noise, a hook or an adapter, tells equal tokens apart"
@@ -74,7 +75,8 @@ class Causes:
     def read(cls, call: Upstream, given: Mapping[str, Any]) -> Causes:
         """Read the causes of a call in one copy from the device. Raises NotShared if not all are known."""
         given = {name: value for name, value in given.items() if name not in BESIDES and not _is_empty_cache(value)}
-        _check_known(call.decoder, given)
+        if (reason := why_unknown(call.decoder, given, OF_A_DECODER)) is not None:
+            raise NotShared(reason)
         if call.pictures is None and any(name in call.given for name in OF_PICTURES):
             raise NotShared(UNSEEN_TOWER)
         ids = call.given["input_ids"]
@@ -273,15 +275,6 @@ def _made(value: Any) -> Any:
         return {name: _made(each) for name, each in value.items()}
     request = request_of(value)
     return value if request is None else request.made()
-
-
-def _check_known(decoder: PreTrainedModel, given: Mapping[str, Any]) -> None:
-    """Raise NotShared for an argument that may hold something for each token or row, unless it is known what."""
-    reads = inspect.signature(decoder.forward).parameters
-    known = {*READ, *FOR_THE_LOSS, *PER_TOKEN, *(UNREAD - reads.keys()), "inputs_embeds", AT_PLACEHOLDERS}
-    for name, value in given.items():
-        if not is_option(value) and (name not in known or name in reads.keys() & {*TYPES}):
-            raise NotShared(f"{name} is given to the {type(decoder).__name__}")
 
 
 def _is_empty_cache(value: object) -> bool:

@@ -16,8 +16,7 @@ from torch import Tensor
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.padded import causes
-from radixtrain.hf.padded.calls import PaddedRows
-from radixtrain.hf.padded.places import Places
+from radixtrain.hf.padded.places import PaddedRows, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.layout import TreeLayout

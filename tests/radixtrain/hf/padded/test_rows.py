@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.calls import PaddedRows
-from radixtrain.hf.padded.places import PLACES_AT_A_TIME, check_gradient_at
+from radixtrain.hf.padded.places import PLACES_AT_A_TIME, PaddedRows, check_gradient_at
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 
