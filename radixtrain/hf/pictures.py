@@ -140,10 +140,8 @@ def _split(given: Mapping[str, Any]) -> tuple[list[Picture], IntArray | None]:
     Rows that hold pictures are filled up with pictures of zeros, which their tower leaves out.
     """
     rest = {name: given[name] for name in OF_PICTURES if given.get(name) is not None}
-    others = (value for name, value in given.items() if name not in (*OF_PICTURES, *BESIDES))
-    if "pixel_values" not in rest or any(isinstance(each, Tensor) for each in others):
-        return [], None
-    if not all(isinstance(each, Tensor) for each in rest.values()):
+    tensors = {name for name, value in given.items() if isinstance(value, Tensor)} - BESIDES
+    if "pixel_values" not in rest or tensors != rest.keys():
         return [], None
     parts: dict[str, Sequence[Tensor]] = {}
     counts: IntArray | None = None
@@ -168,11 +166,10 @@ def _distinct(pictures: Sequence[Picture]) -> tuple[IntArray, list[int]]:
         return np.arange(len(pictures)), [*range(len(pictures))]
     bits = [[bits_of(part) for part in picture.values()] for picture in pictures]
     sums = torch.stack([torch.stack([part.sum(dtype=torch.int64) for part in each]) for each in bits]).tolist()
-    kinds = [[(name, part.dtype, part.shape) for name, part in picture.items()] for picture in pictures]
     first: list[int] = []
     owners: list[int] = []
     for index in range(len(pictures)):
-        alike = (n for n, other in enumerate(first) if sums[other] == sums[index] and kinds[other] == kinds[index])
+        alike = (n for n, other in enumerate(first) if sums[other] == sums[index])
         owner = next((n for n in alike if all(map(torch.equal, bits[first[n]], bits[index]))), len(first))
         if owner == len(first):
             first.append(index)

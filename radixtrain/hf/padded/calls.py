@@ -174,29 +174,20 @@ MAX_ERROR = 16  # units of rounding: a mixture of experts groups its tokens in a
 
 
 @torch.no_grad()
-def separates_packed_sequences(backbone: PreTrainedModel) -> bool:
+def separates_packed_sequences(backbone: PreTrainedModel, device: torch.device) -> bool:
     """Return whether a sequence has the same hidden states after another sequence in its row.
 
     Runs the untouched model on two rows of 4 tokens, in evaluation mode and without gradients. Waits for the device. In
     16 bits the states have to be equal bit for bit, because a unit of rounding may hide the other sequence.
+
+    device: of ids.
     """
-    device = _device_of_ids(backbone)
     positions = torch.tensor([[0, 1, 0, 1]], device=device)
     with evaluating(backbone):
         rows = (torch.tensor([[*first, *SECOND]], device=device) for first in FIRST)
         one, other = (
             backbone.forward(input_ids=ids, position_ids=positions, use_cache=False)[0][0, 2:] for ids in rows
         )
-    return _are_equal(one, other)
-
-
-def _device_of_ids(backbone: Any) -> torch.device:
-    """Return the device of the embeddings. The first parameter may be a vision tower's, elsewhere by a device_map."""
-    device: torch.device = backbone.get_input_embeddings().weight.device
-    return device
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
     if one.dtype not in (torch.float32, torch.float64):
         return torch.equal(one, other)
     return bool((one - other).norm() <= MAX_ERROR * torch.finfo(one.dtype).eps * one.norm())

@@ -105,7 +105,7 @@ class PaddedSharing:
             _refuse(self._why_left_padding_matters(decoder, rows))
         if rows.is_packed:
             if self.separates is None:
-                self.separates = separates_packed_sequences(upstream.backbone)
+                self.separates = separates_packed_sequences(upstream.backbone, upstream.given["input_ids"].device)
             if not self.separates:
                 raise NotShared("a row has several sequences, and this model does not separate them")
         causes.read_windows()
