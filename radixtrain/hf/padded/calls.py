@@ -61,9 +61,9 @@ def why_unshared(backbone: PreTrainedModel, given: Mapping[str, Any], generates:
 def why_rows_are_not_shared(backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows) -> str | None:
     """Say why these rows cannot be shared; None if they can."""
     decoder = text_decoder_of(backbone)
-    if not rows.kept.any():
+    if not rows.attended.any():
         return "attention_mask hides every token"
-    if torch.is_grad_enabled() and not backbone.training and not rows.kept.all() and is_frozen(backbone):
+    if torch.is_grad_enabled() and not backbone.training and not rows.attended.all() and is_frozen(backbone):
         return (
             "a frozen model in eval() with gradients on, where a loss may read padding; call it under torch.no_grad()"
         )
@@ -76,9 +76,9 @@ def why_rows_are_not_shared(backbone: PreTrainedModel, given: Mapping[str, Any],
     if rows.has_negative_positions:
         return "position_ids are negative"
     scaled = scaled_from(decoder.config)
-    if scaled and scaled <= rows.kept.shape[1] and (rows.is_packed or rows.is_left_padded):
+    if scaled and scaled <= rows.attended.shape[1] and (rows.is_packed or rows.is_left_padded):
         return f"queries are scaled by their place in a row from {scaled} tokens on, padding counted"
-    limit = limit_of(decoder, rows.kept.shape[1], rows.max_position)
+    limit = limit_of(decoder, rows.attended.shape[1], rows.max_position)
     return limit and limit.reason
 
 

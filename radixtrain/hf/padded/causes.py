@@ -99,7 +99,7 @@ class Causes:
         if mask is None and len(axes) == 4 and (np.diff(axes[0]) != 1).any():
             raise NotShared("position_ids jump within a row")
         rows = PaddedRows.of(arrays["ids"], arrays.get("mask"), positions)
-        return cls(call, given, per_token, requests, arrays, rows, np.stack(axes)[:, rows.kept] if axes else None)
+        return cls(call, given, per_token, requests, arrays, rows, np.stack(axes)[:, rows.attended] if axes else None)
 
     @property
     def device(self) -> torch.device:
@@ -117,17 +117,17 @@ class Causes:
     @cached_property
     def codes(self) -> IntArray:
         """Return codes, (T,), int64, equal for tokens with equal causes. Raises NotShared if a cause is not known."""
-        ids, kept = self.rows.input_ids, self.rows.kept
+        ids, attended = self.rows.input_ids, self.rows.attended
         codes = ids.copy()
         if self.call.pictures is not None:
             is_picture = ids == image_token_of(self.call.backbone)
             codes[is_picture] = ids.max() + 1 + self._features(int(is_picture.sum()))
-        codes = codes[kept]
-        positions = self.axes if self.axes is not None or self.blocks is None else self.rows.kept_positions
+        codes = codes[attended]
+        positions = self.axes if self.axes is not None or self.blocks is None else self.rows.attended_positions
         for axis in () if positions is None else np.atleast_2d(positions):
             codes = _of_pairs(codes, axis)
         for name in self.planes.keys() & {*PER_TOKEN}:
-            codes = _of_pairs(codes, self.planes[name][kept])
+            codes = _of_pairs(codes, self.planes[name][attended])
         return codes if self.blocks is None else _of_pairs(codes, _whole_blocks(codes, self.blocks))
 
     def _features(self, num_placeholders: int) -> IntArray:
@@ -149,13 +149,13 @@ class Causes:
             raise NotShared("a row has several sequences, and its images attend in both directions")
         if any((links != found[0]).any() for links in found):
             raise NotShared("layers in which other tokens attend in both directions")
-        return _numbered(found[0])[self.rows.kept]
+        return _numbered(found[0])[self.rows.attended]
 
     def _links(self, layers: str) -> BoolArray:
         """Return which tokens see the next one, (B, L), by the mask of these layers."""
-        kept = self.rows.kept
-        links: BoolArray = self.planes[f"next {layers}"].astype(bool) & kept
-        links[:, :-1] &= kept[:, 1:]
+        attended = self.rows.attended
+        links: BoolArray = self.planes[f"next {layers}"].astype(bool) & attended
+        links[:, :-1] &= attended[:, 1:]
         return links
 
     def read_windows(self) -> None:
@@ -179,16 +179,16 @@ class Causes:
 
     def _is_within(self, request: MaskRequest, window: int) -> bool:
         """Return whether tokens see those before them, in a window, and their block, and no others."""
-        device, (_, length) = self.call.given["input_ids"].device, self.rows.kept.shape
-        numbers = np.full(self.rows.kept.shape, -1)
-        numbers[self.rows.kept] = -1 if self.blocks is None else self.blocks
-        blocks, kept = on_device(numbers, device), on_device(self.rows.kept.astype(np.int64), device).bool()
+        device, (_, length) = self.call.given["input_ids"].device, self.rows.attended.shape
+        numbers = np.full(self.rows.attended.shape, -1)
+        numbers[self.rows.attended] = -1 if self.blocks is None else self.blocks
+        blocks, attended = on_device(numbers, device), on_device(self.rows.attended.astype(np.int64), device).bool()
         places = torch.arange(length, device=device)
         queries, keys = places[:, None], places
         before = (keys <= queries) & (queries - keys < (window or length))
         wrong = torch.zeros((), dtype=torch.bool, device=device)
         for batch in range(len(blocks)):  # L x L at a time
-            of, is_token = blocks[batch], kept[batch]
+            of, is_token = blocks[batch], attended[batch]
             own = (of[:, None] == of) & (of >= 0) & (keys > queries)
             seen = request.sees(places.new_tensor(batch), queries, keys)
             wrong |= ((seen != before | own) & is_token & is_token[:, None]).any()
@@ -211,7 +211,7 @@ class Causes:
         copies = np.flatnonzero(first != np.arange(len(first)))
         if self.is_looked_up or not len(copies):
             return
-        flat = np.flatnonzero(self.rows.kept)
+        flat = np.flatnonzero(self.rows.attended)
         pairs = [(x.flatten(0, 1), flat[copies], flat[first[copies]]) for x in self.per_token.values()]
         for level in self.given.get(AT_PLACEHOLDERS, ()):
             at = self.row_at_placeholder
@@ -232,7 +232,7 @@ class Causes:
 
     def of_unique_tokens(self, plan: PrefixPlan) -> dict[str, Any]:
         """Return the arguments of the decoder for the unique tokens, without a mask."""
-        device, flat = self.device, np.flatnonzero(self.rows.kept)[plan.gather_indices]
+        device, flat = self.device, np.flatnonzero(self.rows.attended)[plan.gather_indices]
         index = on_device(flat, device)
         found: dict[str, Any] = {
             name: x.flatten(0, 1).index_select(0, index.to(x.device))[None] for name, x in self.per_token.items()
@@ -246,7 +246,7 @@ class Causes:
             places = on_device(at[at >= 0], device)
             found[AT_PLACEHOLDERS] = [level.index_select(0, places.to(level.device)) for level in levels]
         if "input_ids" in self.given:
-            found["input_ids"] = on_device(self.rows.input_ids[self.rows.kept][plan.gather_indices], device)[None]
+            found["input_ids"] = on_device(self.rows.input_ids[self.rows.attended][plan.gather_indices], device)[None]
         positions = plan.position_ids if self.axes is None else self.axes[:, None, plan.gather_indices]
         found["position_ids"] = on_device(positions if self.axes is not None else positions[None], device)
         return {**self.given, **found}

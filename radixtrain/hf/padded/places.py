@@ -61,66 +61,66 @@ class PaddedRows(NamedTuple):
     A place is one entry of the `[B, L]` batch. The row of a place that the mask hides is U, one past the last.
 
         input_ids: (B, L), int64.
-        kept: (B, L), bool. False for padding.
+        attended: (B, L), bool. False for padding.
         position_ids: (B, L), int64, or None if they count the columns.
         is_packed: one row that has several sequences, each of which counts its positions from 0.
     """
 
     input_ids: IntArray
-    kept: BoolArray
+    attended: BoolArray
     position_ids: IntArray | None
     is_packed: bool
 
     @classmethod
     def of(cls, input_ids: IntArray, attention_mask: IntArray | None, position_ids: IntArray | None) -> PaddedRows:
         """Return the rows of a batch. All (B, L). attention_mask: None if nothing is hidden."""
-        kept = np.ones(input_ids.shape, dtype=bool) if attention_mask is None else attention_mask.astype(bool)
+        attended = np.ones(input_ids.shape, dtype=bool) if attention_mask is None else attention_mask.astype(bool)
         jumps = position_ids is not None and bool((np.diff(position_ids) != 1).any())
-        return cls(input_ids, kept, position_ids, is_packed=attention_mask is None and jumps)
+        return cls(input_ids, attended, position_ids, is_packed=attention_mask is None and jumps)
 
     @property
     def has_holes(self) -> bool:
         """Return whether some row has padding between its tokens."""
-        return bool((np.diff(self.kept, axis=1, prepend=False, append=False).sum(axis=1) > 2).any())
+        return bool((np.diff(self.attended, axis=1, prepend=False, append=False).sum(axis=1) > 2).any())
 
     @property
     def is_left_padded(self) -> bool:
-        return bool((~self.kept[:, :1] & self.kept.any(axis=1, keepdims=True)).any())
+        return bool((~self.attended[:, :1] & self.attended.any(axis=1, keepdims=True)).any())
 
     @property
     def has_negative_positions(self) -> bool:
-        positions = self.kept_positions
+        positions = self.attended_positions
         return positions is not None and bool((positions < 0).any())
 
     @property
     def packing_is_plain(self) -> bool:
         """Return whether the sequences of a packed batch stand in one row, and each counts its positions from 0."""
         assert self.position_ids is not None
-        return len(self.kept) == 1 and not self.position_ids[0][self.cu_seqlens[:-1]].any()
+        return len(self.attended) == 1 and not self.position_ids[0][self.cu_seqlens[:-1]].any()
 
     @property
     def max_position(self) -> int:
         """Return the largest position that Hugging Face computes, of padding too."""
-        return self.kept.shape[1] - 1 if self.position_ids is None else int(self.position_ids.max(initial=0))
+        return self.attended.shape[1] - 1 if self.position_ids is None else int(self.position_ids.max(initial=0))
 
     @property
-    def kept_positions(self) -> IntArray | None:
-        """Return the positions of the kept tokens, (T,), int64; None if they count from 0 in every sequence."""
-        return None if self.position_ids is None or self.is_packed else self.position_ids[self.kept]
+    def attended_positions(self) -> IntArray | None:
+        """Return the positions of the attended tokens, (T,), int64; None if they count from 0 in every sequence."""
+        return None if self.position_ids is None or self.is_packed else self.position_ids[self.attended]
 
     @property
     def cu_seqlens(self) -> IntArray:
-        """Return where each sequence starts among the kept tokens, and their number."""
+        """Return where each sequence starts among the attended tokens, and their number."""
         if self.is_packed:
             assert self.position_ids is not None
             starts = np.flatnonzero(np.diff(self.position_ids[0], prepend=-2) != 1)
-            return np.append(starts, self.kept.size)
-        return np.concatenate([[0], np.cumsum(self.kept.sum(axis=1))])
+            return np.append(starts, self.attended.size)
+        return np.concatenate([[0], np.cumsum(self.attended.sum(axis=1))])
 
     def places(self, row_of_token: IntArray, num_rows: int) -> Places:
         """Return where rows stand. row_of_token: (T,), int64. num_rows: U."""
-        rows = np.full(self.kept.shape, num_rows)
-        rows[self.kept] = row_of_token
+        rows = np.full(self.attended.shape, num_rows)
+        rows[self.attended] = row_of_token
         return Places(rows, len(row_of_token))
 
 

@@ -110,8 +110,8 @@ class PaddedSharing:
                 raise NotShared("a row has several sequences, and this model does not separate them")
         causes.read_windows()
         shortest = {"min_shared_tokens": options.min_shared_tokens}
-        plan = build_prefix_plan(causes.codes, rows.cu_seqlens, rows.kept_positions, **shortest)
-        if rows.kept.size < options.min_ratio * plan.num_rows:
+        plan = build_prefix_plan(causes.codes, rows.cu_seqlens, rows.attended_positions, **shortest)
+        if rows.attended.size < options.min_ratio * plan.num_rows:
             raise NotShared(f"less than min_ratio = {options.min_ratio} to save")
         causes.check_bits(plan)
         shape, allowed = upstream.given["input_ids"].shape, options.allow_dropout
