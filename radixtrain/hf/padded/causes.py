@@ -84,7 +84,8 @@ class Causes:
         mask = given.get("attention_mask") if not requests else _one_mask(requests)
         if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
             raise NotShared("attention_mask is not [B, L]")
-        per_token = {name: given[name] for name in ("inputs_embeds", *PER_TOKEN) if isinstance(given.get(name), Tensor)}
+        names = "input_ids", "inputs_embeds", *PER_TOKEN
+        per_token = {name: given[name] for name in names if isinstance(given.get(name), Tensor)}
         for name, value in per_token.items():
             if value.shape[:2] != ids.shape:
                 raise NotShared(f"the decoder gets {name} of shape {tuple(value.shape)}")
@@ -245,10 +246,8 @@ class Causes:
             at = self.row_at_placeholder[flat]
             places = on_device(at[at >= 0], device)
             found[AT_PLACEHOLDERS] = [level.index_select(0, places.to(level.device)) for level in levels]
-        if "input_ids" in self.given:
-            found["input_ids"] = on_device(self.rows.input_ids[self.rows.attended][plan.gather_indices], device)[None]
-        positions = plan.position_ids if self.axes is None else self.axes[:, None, plan.gather_indices]
-        found["position_ids"] = on_device(positions if self.axes is not None else positions[None], device)
+        positions = plan.position_ids[None] if self.axes is None else self.axes[:, None, plan.gather_indices]
+        found["position_ids"] = on_device(positions, device)
         return {**self.given, **found}
 
     def masks_for(self, call: Any) -> Any:
@@ -324,7 +323,7 @@ def _whole_numbers(call: Upstream, per_token: Mapping[str, Tensor]) -> dict[str,
     return {
         name: x
         for name, x in {**types, **per_token}.items()
-        if not x.is_floating_point() and x.shape == call.given["input_ids"].shape
+        if name in PER_TOKEN and not x.is_floating_point() and x.shape == call.given["input_ids"].shape
     }
 
 
