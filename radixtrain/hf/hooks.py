@@ -199,7 +199,7 @@ class BackboneHooks:
     def _ordinary(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Upstream | None:
         """Return an ordinary batch that its decoder may share; None if it is not shared."""
         why_not = self.changed or (self.drew if backbone.training else None)
-        call = self.padded.begin(self.model, backbone, args, kwargs, why_not)
+        call = self.padded.begin(backbone, args, kwargs, why_not)
         if call is None:
             self.watch.count(backbone, bool(self.report.num_shared), self.report)
         return call

@@ -406,14 +406,15 @@ def _passed(
                 (states * weights).sum(), [leaf, *trained.values()], allow_unused=True
             )
             gradients = dict(zip(trained, map(_times_a_vector, of_weights), strict=True))
-    left = [torch.as_tensor(value).detach() for value in changed if isinstance(value, Tensor | float | int)]
+    numbers = (torch.tensor(each, device="cpu") if isinstance(each, float | int) else each for each in changed)
+    left = [each.detach() for each in numbers if isinstance(each, Tensor)]
     return _Pass(states.detach(), gradient.flatten(0, 1), left, layers, gradients, mixers)
 
 
 def _times_a_vector(gradient: Tensor | None) -> Tensor:
     """Return the product with a vector, which takes less memory than a matrix. None is zeros."""
     if gradient is None:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")  # whatever the default device
     matrix = gradient.reshape(len(gradient), -1) if gradient.ndim else gradient.reshape(1, 1)
     vector = torch.arange(1, matrix.shape[1] + 1, device=matrix.device).sin()
     return matrix.to(vector.dtype) @ vector if matrix.dtype != torch.float64 else matrix @ vector.double()
