@@ -20,9 +20,6 @@ from radixtrain.hf.guards.batch import Options, check_batch, on_device_of_rows, 
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.padded.calls import is_compiled
 from radixtrain.hf.padded.fused_heads import share_fused_heads
-from radixtrain.hf.padded.places import NO_ROW
-from radixtrain.hf.padded.row_functions import MIN_SAVING
-from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
 from radixtrain.hf.sharing_report import NOT_ALIKE, SharingReport, is_frozen
@@ -68,7 +65,9 @@ class CollatedBatches:
         if reason is not None:
             fix = "" if TRAIN_WITHOUT_SHARING in reason else f"; leave out what differs, or {TRAIN_WITHOUT_SHARING}"
             raise UserError(f"a batch of a RadixCollator: {reason}{fix}")
-        predictors = _requested_rows(radix)
+        predictors = radix.predictor_indices
+        if radix.place_rows is not None:
+            predictors = predictors[radix.prediction_rows]
         self._count(radix, layout, 0 if model is backbone else predictors.shape[0])
         may_bind = window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
         how = layout, predictors, self.options.attention, self.options.kernel, may_bind
@@ -101,28 +100,19 @@ class CollatedBatches:
             self.report.count_head(num_places, num_head_rows)
 
     def outputs(self, model: PreTrainedModel, output: Any, call: RadixCall) -> Any:
-        """Return the rows that predict in place of the backbone's, (1, U, D): in a row for each sequence."""
+        """Return the rows that predict in place of the backbone's, (1, U, D).
+
+        In a row for each sequence, one for each label; or in one row, if the loss is not the model's own.
+        """
         if call.predictor_indices is None:
             return output
         rows = gather_rows(output[0][0], call.predictor_indices)
         if not (call.token_loss or is_compiled()):
             share_fused_heads()
             rows = watched(rows, not is_frozen(model), call.place_rows)
-        if call.place_rows is None:
-            return with_rows(output, rows[None])
-        if len(rows) == call.place_rows.size:
-            return with_rows(output, rows.view(*call.place_rows.shape, -1))
-        counted = SharingReport()  # with the batch
-        return with_rows(output, SpreadRows.of(rows, call.place_rows.clip(0), NO_ROW, counted))
+        shape = (1, len(rows)) if call.place_rows is None else call.place_rows.shape
+        return with_rows(output, rows.view(*shape, -1))
 
     def of_every_token(self, rows: Tensor, call: RadixCall) -> Tensor:
         """Return (T, W), the rows of the original tokens, of those of this process, (u, W)."""
         return gather_rows(call.all_rows(rows), call.layout.inverse_indices)
-
-
-def _requested_rows(radix: RadixInputs) -> Tensor:
-    """Return the rows that the head gets, int64: one for each place, in order, or each once if that saves enough."""
-    rows, place_rows = radix.predictor_indices, radix.place_rows
-    if place_rows is not None and (is_compiled() or place_rows.size < MIN_SAVING * len(rows)):
-        return rows[radix.prediction_rows]
-    return rows

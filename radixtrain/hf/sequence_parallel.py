@@ -256,9 +256,9 @@ class SplitModel:
         split = SplitLoss(own_labels, (targets != IGNORE_INDEX).sum() if given is None else given)
         self.progress.become(split)
         cut = own_inputs({**kwargs, **in_one_row(kwargs, layout_of(kwargs))}, rank, size)
-        asked, places = nn.functional.pad(rows[own], (0, ignored)).unique(return_inverse=True)
-        place_rows = np.append(places[: len(own)].cpu().numpy(), [-1] * ignored)[None]
-        known = {"predictor_indices": asked, "prediction_rows": places, "place_rows": place_rows}
+        asked = nn.functional.pad(rows[own], (0, ignored))
+        place_rows = np.append(np.arange(len(own)), [-1] * ignored)[None]
+        known = {"predictor_indices": asked, "prediction_rows": torch.arange(len(asked)), "place_rows": place_rows}
         labels = {"shift_labels": own_labels, "labels": own_labels.roll(1)}
         return args, with_radix({**kwargs, **cut, **labels}, **known, split=split)
 
