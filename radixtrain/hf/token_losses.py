@@ -61,13 +61,11 @@ class LossWatch:
 
 
 @torch.compiler.disable  # the watch is new in every call
-def watched(rows: Tensor, is_trained: bool, place_rows: IntArray) -> Tensor:
+def watched(rows: Tensor, place_rows: IntArray) -> Tensor:
     """Return the rows, whose backward pass then raises UserError for a gradient of an unknown loss.
 
-    rows: (R, D). is_trained: whether something before these rows is trained. place_rows: of the `RadixInputs`.
+    rows: (R, D). place_rows: of the `RadixInputs`.
     """
-    if not torch.is_grad_enabled() or not (rows.requires_grad or is_trained):
-        return rows
     return _Watched.apply(rows if rows.requires_grad else rows.detach().requires_grad_(), LossWatch(place_rows))
 
 
