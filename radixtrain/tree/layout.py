@@ -162,7 +162,7 @@ class TreeLayout(Movable):
         rows = self.rows if dtype == torch.int32 else self._wide
         return rows[self._bounds[index] : self._bounds[index + 1]]
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return self._host.lengths[0]
 
@@ -176,7 +176,7 @@ class TreeLayout(Movable):
         """Return the largest position id, without padding rows; 0 if there is no row."""
         return self._host.max_position[0]
 
-    @property
+    @cached_property
     def num_sequences(self) -> int:
         return self._host.lengths[SECTIONS.index("cu_seqlens")] - 1
 
@@ -194,7 +194,7 @@ class TreeLayout(Movable):
         """Return (B, L), the shape of the ids in an ordinary batch; wider if the rows with their padding need it."""
         return self.num_sequences, max(self.max_seqlen, -(-self.num_rows // self.num_sequences))
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.rows.device
 
