@@ -39,7 +39,8 @@ class Progress:
     step: optimizer steps. seconds: of training, in all processes. first_loss: of the first step; None before it.
     last_step: the metrics of the last one. validation: step and metrics of the last validation; None before it.
     metric: by which validations are compared. best: the best one, likewise. num_worse: validations after it.
-    best_path: its checkpoint, relative to their folder if inside; None if it is the next one; empty if none is kept.
+    best_path: of its checkpoint: a name in the folder of checkpoints, or a path. None until it is saved; empty if it is
+        not to be kept.
     logs: the folders of CSV loggers, relative to that of the run if inside, and the steps before each.
     """
 
