@@ -8,7 +8,7 @@ from typing import Any
 
 from radixtrain.data.files.rows import OF_TOKENS, Row, parsed
 from radixtrain.data.messages import EMPTY, LOGS, check_messages, read_tools, with_system
-from radixtrain.data.unread import preference_data, reason_of, tells
+from radixtrain.data.unread import may_affect_learning, preference_data, reason_of
 from radixtrain.errors import DataError
 
 Fields = dict[str, Any]
@@ -203,12 +203,12 @@ def _check_unread(unread: Fields, standard: Fields, where: str) -> None:
     is_open = "text" in standard or turns[-1].get("role") in ("user", "tool")
     new = {name: value for name, value in unread.items() if not _is_said(value, turns, name in LABELS)}
     beside = BESIDE_TEXT if is_open else ()
-    told = {name: value for name, value in new.items() if name in beside or tells(name, value)}
-    if told:
+    refused = {name: value for name, value in new.items() if name in beside or may_affect_learning(name, value)}
+    if refused:
         answer = (
-            f"; to answer with it, write {{user: text, assistant: {next(iter(told))}}}" if "text" in standard else ""
+            f"; to answer with it, write {{user: text, assistant: {next(iter(refused))}}}" if "text" in standard else ""
         )
-        raise DataError(where, f"{reason_of(told)}{answer}")
+        raise DataError(where, f"{reason_of(refused)}{answer}")
 
 
 def _is_said(value: object, turns: list[Fields], is_class: bool) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from radixtrain.__main__ import main
-from radixtrain.commands.before_reading import defaults_of_model
+from radixtrain.commands.preflight import defaults_of_model
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config

@@ -11,7 +11,7 @@ import yaml
 
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import read_run
-from radixtrain.commands.before_reading import defaults_of_model
+from radixtrain.commands.preflight import defaults_of_model
 
 Arguments = Callable[..., list[str]]
 ONE_STEP = {"trainer__max_steps": 1, "trainer__max_epochs": None}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from radixtrain.commands import before_reading
-from radixtrain.commands.before_reading import check_room, num_stored_parameters
+from radixtrain.commands import preflight
+from radixtrain.commands.preflight import check_room, num_stored_parameters
 from radixtrain.errors import UserError
 
 LENGTH = b"\x02\0\0\0\0\0\0\0"  # of the header
@@ -63,11 +63,11 @@ class TestWeights:
         assert num_stored_parameters(str(tmp_path)) is None
 
     def test_a_name_that_was_never_downloaded(self, monkeypatch):
-        monkeypatch.setattr(before_reading.constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(preflight.constants, "HF_HUB_OFFLINE", True)
         for name in ("nobody/nothing", "nothing"):
             with pytest.raises(UserError, match="no downloaded weights of that name, and HF_HUB_OFFLINE forbids"):
                 num_stored_parameters(name)
-        monkeypatch.setattr(before_reading.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(preflight.constants, "HF_HUB_OFFLINE", False)
         assert num_stored_parameters("nobody/nothing") is None
 
     def test_a_path_that_is_not_there(self, tmp_path):

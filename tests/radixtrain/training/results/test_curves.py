@@ -25,7 +25,6 @@ def test_rows_of_the_log_are_steps(tmp_path: Path) -> None:
     curves = read_curves([part(tmp_path / "log", ",1e-05,4.0,2.0,1,100\n,2e-05,3.0,2.5,2,200\n2.5,,,,2,\n")])
     assert curves["loss"] == {1: 4.0, 2: 3.0}
     assert curves["eval_loss"] == {2: 2.5}
-    assert curves["learning_rate"] == {1: 1e-5, 2: 2e-5}
 
 
 def test_a_resumed_run_is_one_curve(tmp_path: Path) -> None:
