@@ -14,21 +14,8 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.conversation import Conversation
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.sources import Row
-from radixtrain.data.template import REWRITTEN, renders_developer, warn_of_mistakes
+from radixtrain.data.template import REWRITTEN, warn_of_mistakes
 from radixtrain.errors import DataError, UserError
-
-
-@pytest.mark.parametrize(
-    ("text", "renders"),
-    [
-        ("{{ messages[0].content }}", True),
-        ("{% for m in messages if m.role != 'developer' %}{{ m.content }}{% endfor %}", False),
-        ("{{ raise_exception('unknown role') }}", False),
-    ],
-)
-def test_renders_developer(text: str, renders: bool) -> None:
-    assert renders_developer(byte_tokenizer(text)) is renders
-
 
 MESSAGES = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
 
