@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from forked import ONE_THREAD
-from outcomes import assert_nothing_left, assert_same_run
+from outcomes import assert_nothing_left, assert_same_run, summary
 from tiers import FULL
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "radixtrain")
@@ -74,3 +74,5 @@ def test_processes_of_its_own(start, line, whole, tmp_path):
     assert run.wait() == 0, run.said()
     run.wait_for_workers(60.0)
     assert_same_run(tmp_path / "run", whole)
+    assert len([*(tmp_path / "run" / "logs").iterdir()]) == 1 and summary(tmp_path / "run")["ranks"] == 2
+    assert "on 2 ranks" in run.printed() and run.printed().count("tokens/s") == run.said().count("parameters") == 1

@@ -349,7 +349,7 @@ def test_a_preference_file_is_named_as_such_where_nothing_is_left_to_learn(token
 MORE: list[tuple[str, Any]] = [
     ("label", False), ("label", "0"), ("label", "bad"), ("thumbs", -1), ("reward", 0.0), ("score", 3), ("rating", "2"),
     ("rank", 2), ("pass_rate", 0.25), ("verdict", "rejected"), ("accepted", "no"), ("stars", 5), ("outcome", "failed"),
-    ("zufrieden", False), ("评分", 0), ("weight", 0), ("ok", "0"), ("feedback", {"value": "negative"}),
+    ("zufrieden", False), ("is_spam", True), ("评分", 0), ("weight", 0), ("ok", "0"), ("feedback", {"value": "negative"}),
     ("turn_mask", [0, 1]), ("responses", [A]), ("final", turn("assistant", "good")), ("thinking", "deep"),
     ("rationale", "deep"), ("cot", "deep"), ("chain_of_thoughts", "long and deep"), ("loss_weights", [1.0, 2.0]),
     ("used_in_training", "no"), ("loss", "off"), ("points", 3), ("quality", 2), ("negative", "another answer"),

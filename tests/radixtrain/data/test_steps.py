@@ -22,7 +22,6 @@ from radixtrain.data.steps import (
     features_of,
     grouped_order,
 )
-from radixtrain.errors import UserError
 from radixtrain.tree.groups import find_prefix_groups
 
 
@@ -80,18 +79,6 @@ def test_later_turns_count(twenty):
     ways = [[first, np.concatenate([first, each[0].input_ids])] for each in twenty[:40]]
     conversations = [[TokenRow(ids, ids, "a:1") for ids in ids_of_one] for ids_of_one in ways]
     assert len(grouped_order(conversations, 8, 4, 42).groups) == 20
-
-
-SETTINGS = [
-    ({"group_by_prefix": True, "shuffle_dataset": False}, "shuffle_dataset: false keeps the order of the file"),
-    *(({"group_by_prefix": number}, f"from 1 to data.batch_size .32.; got {number}") for number in (33, 0, -2)),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), SETTINGS)
-def test_settings_that_cannot_be_meant(settings, message):
-    with pytest.raises(UserError, match=message):
-        SFTData("chats.jsonl", **settings)
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from radixtrain.__main__ import main
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.commands.explain import inspect
 from radixtrain.data.datamodule import SFTData
-from radixtrain.errors import UserError
 from radixtrain.explain.micro_batch import BatchTree, MicroBatch, draw
 from radixtrain.testing import labelled_features
 
@@ -175,21 +174,3 @@ def test_parts_of_a_step(shown: Print) -> None:
     for index, part in enumerate(parts):
         assert part.startswith(f"step 0 of 5, micro-batch {index} of ") and max(map(cell_len, part.splitlines())) <= 80
     assert parts[0] != parts[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"step": 5}, "step: an epoch has the steps 0 to 4, got 5"),
-        ({"step": -1}, "step: an epoch has the steps 0 to 4, got -1"),
-        ({"micro_batch": -1}, "micro_batch: step 0 has the micro-batches 0 to 0, got -1"),
-        ({"micro_batch": 1}, "micro_batch: step 0 has the micro-batches 0 to 0, got 1"),
-        ({"row": 21}, "row: data.train_file has the rows 1 to 20, got 21"),
-        ({"row": "x.jsonl:1"}, "row: no row 'x.jsonl:1' in the files of the configuration"),
-        ({"dedup": False}, "inspect shows what a batch shares, which is nothing with dedup: false"),
-        ({"train_file": None, "row": 1}, "data.train_file is missing"),
-    ],
-)
-def test_what_is_not_there(shown: Print, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        shown(**options)

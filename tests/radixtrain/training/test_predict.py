@@ -15,17 +15,14 @@ from tiers import FULL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
-from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
 from radixtrain.training.answers.predictions import PredictionWriter
-from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import float64_arithmetic
 
 INSTRUCTION = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two. " * 4
 THINGS = ["apple", "pear", "hammer", "saw", "apple", "card", "file"]  # one of them twice
 QUESTIONS = [f"{INSTRUCTION}Where is the {thing}?" for thing in THINGS]
 WORDS = [" one", " two"]
-FLOAT32_EPS = torch.finfo(torch.float32).eps
 FLOAT64 = {"model__dtype": "float64", "trainer__precision": "64-true"}
 
 Predict = Callable[..., list[dict[str, Any]]]
@@ -118,28 +115,6 @@ def test_answers_to_questions(predict: Predict, shop: Path, capsys: pytest.Captu
     assert line.startswith("r  ") and "tokens of prompts per computed token" in line and "answers/s" in line
 
 
-def test_adapters(shop: Path) -> None:
-    """LoRA with weights that matter, on unique tokens and on padded rows, against calls of the adapted model."""
-    pytest.importorskip("peft", reason="pip install peft")
-    features = [{"input_ids": [7, 8, 9, 10, last], "labels": [-100] * 4 + [last]} for last in (11, 12, 11)]
-    for dedup in (True, False):
-        torch.manual_seed(0)
-        module = RadixModule(str(shop / "model"), dtype="float64", use_peft=True, lora_r=2, dedup=dedup)
-        module.configure_model()
-        module.eval()
-        rows = [torch.tensor([each["input_ids"]]) for each in features]
-        plain = module.model(rows[0]).logits
-        with torch.no_grad():
-            for name, parameter in module.model.named_parameters():
-                parameter.add_(0.1 if "lora_B" in name else 0)
-        records = module.predict_step(StepCollator(dedup=dedup, merge_labels=False)(features), 0)
-        outputs = [module.model(row).logits for row in rows]
-        assert not torch.allclose(outputs[0], plain)
-        for record, logits, row in zip(records, outputs, rows, strict=True):
-            token = row[0, -1].item()
-            assert record["logprobs"] == pytest.approx([logits[0, 3].log_softmax(-1)[token].item()], rel=1e-12)
-
-
 def test_the_closing_lines(
     predict: Predict, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -153,21 +128,11 @@ def test_the_closing_lines(
     assert "73,984 parameters" in caplog.text and "trained" not in caplog.text
 
 
-def test_what_ends_the_run_before_it_writes(arguments: Any, tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(chat("Where?")), encoding="utf-8")
-    refusals: list[tuple[dict[str, Any], int, str]] = [
-        ({"model__generate": True, "evaluate_generation__max_new_tokens": 0}, 1, "max_new_tokens must be at least 1"),
-        (
-            {"model__generate": True, "evaluate_generation__generation_kwargs": "{output_attentions: true}"},
-            1,
-            "no weights for",
-        ),
-        ({}, 1, "rows.jsonl:1: expected at least one assistant turn"),
-    ]
-    for flags, code, message in refusals:
-        assert main(arguments("predict", data__predict_file=tmp_path / "rows.jsonl", **flags)) == code
-        assert message in capsys.readouterr().err
-        assert not (tmp_path / "out" / "predictions.jsonl").exists() and not [*tmp_path.glob("out/.*partial")]
+def test_an_option_that_is_refused_leaves_no_file(arguments: Any, shop: Path, tmp_path: Path, capsys: Any) -> None:
+    flags = {"model__generate": True, "evaluate_generation__generation_kwargs": "{output_attentions: true}"}
+    assert main(arguments("predict", data__predict_file=shop / "validation.jsonl", **flags)) == 1
+    assert "output_attentions=True is not supported" in capsys.readouterr().err
+    assert not [*tmp_path.glob("out/*predictions*")]
 
 
 def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:

@@ -204,17 +204,3 @@ def test_a_run_has_one_baseline(
     sentence += f"{rows:.2f} against the same rows"
     assert sentence in card and sentence in " ".join(said.out.split())
     assert f"  r {r:.1f}  tokens/s {speed:,.0f}  " in said.err and f"{speed:,.0f} effective" in said.out
-
-
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        ({"max_seconds": -1}, "max_seconds must be at least 0"),
-        ({"data__train_file": None}, "data.train_file is missing"),
-        ({"model__model_name_or_path": "no/such/folder"}, "no tokenizer in no/such/folder"),
-    ],
-)
-def test_mistakes(arguments: Arguments, capsys: pytest.CaptureFixture[str], flags: dict[str, Any], error: str) -> None:
-    assert main(arguments("report", **flags)) == 1
-    captured = capsys.readouterr().err
-    assert f"error: {error}" in captured and "Traceback" not in captured

@@ -155,19 +155,6 @@ def test_records_are_those_of_a_single_batch_and_the_shared_beginning_is_compute
     assert predicted.num_computed_tokens == whole.num_computed_tokens
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"temperature": 0.5}, "temperature 0.5 is read only with evaluate_generation.do_sample: true"),
-        ({"generation_kwargs": {"do_sample": True}}, "do_sample is a key of its own, evaluate_generation.do_sample"),
-        ({"generation_kwargs": {"num_return_sequences": 2}}, "must be 1, since a row gets one answer"),
-    ],
-)
-def test_what_is_refused(given, message):
-    with pytest.raises(UserError, match=f"^evaluate_generation.*{message}"):
-        AnswerSettings(**given)
-
-
 def test_the_fields_of_a_generation_config(shop):
     """An end of turn that only the chat template knows ends an answer too."""
     tokenizer = AutoTokenizer.from_pretrained(shop / "model")

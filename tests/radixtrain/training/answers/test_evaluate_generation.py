@@ -110,24 +110,6 @@ def test_wandb_gets_a_table(run, tmp_path):
     assert len(found["data"]) == 5
 
 
-# What is wrong with a metric or an option by itself: test_metrics.py and test_answer_options.py.
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"metric": "regex", "pattern": "[0-9]"}, "finds nothing in 5 of 5 targets, first in that of"),
-        ({"generation_kwargs": "{top_pp: 1}"}, "top_pp"),
-        ({"generation_kwargs": "{output_attentions: true}"}, "output_attentions=True is not supported"),
-    ],
-)
-def test_what_is_refused_before_anything_is_written(run, tmp_path, capsys, flags, message):
-    flags = {f"evaluate_generation__{name}": value for name, value in {"metric": "contains", **flags}.items()}
-    assert run(**flags) == 1
-    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
-    assert run(**flags, data__validation_file=None) == 1
-    assert "evaluate_generation needs rows: set data.validation_file or data.val_size" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 @FULL
 def test_rows_without_an_answer(run, tmp_path, capsys, caplog):
     path = tmp_path / "rows.jsonl"
