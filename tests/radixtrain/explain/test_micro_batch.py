@@ -43,13 +43,18 @@ def test_text_and_weights_of_rows(tokenizer: PreTrainedTokenizerBase, sample_of:
 def test_generated_batches(
     tokenizer: PreTrainedTokenizerBase, part_of: Part, min_shared_tokens: int, features: list[dict[str, list[int]]]
 ) -> None:
-    """The text of each sequence is that of its rows; the weights of the tokens are the labels of all sequences."""
+    """Each sequence is a path of runs, whose text is its text; the weights of the tokens are the labels of all."""
     columns = ((np.array(f["input_ids"], np.int64), np.array(f["labels"], np.int64)) for f in features)
     samples = [TokenRow(ids, np.where(labels == -100, -100, ids), f"x:{i}") for i, (ids, labels) in enumerate(columns)]
     part = part_of(samples, min_shared_tokens=min_shared_tokens)
     tree = BatchTree(part, tokenizer)
-    for sample, path in zip(part.samples, part.paths, strict=True):
+    for number, (sample, path) in enumerate(zip(part.samples, part.paths, strict=True)):
         assert "".join(tree.tokens[row].text for row in path.tolist()) == tokenizer.decode(sample.input_ids)
+        own = [run for run in tree.runs if number in run.sequences]
+        assert [row for run in own for row in range(run.start, run.end)] == path.tolist()
+        assert [run.depth for run in own] == [sum(map(len, own[:n])) for n in range(len(own))]
+        assert own[-1].ends.count(number) == 1 and tree.runs.index(own[0]) in tree.roots
+        assert all(tree.runs.index(child) in run.children for run, child in pairwise(own))
     if min_shared_tokens == 1:  # otherwise copies of a row bear the loss of all
         labels = Counter(
             tuple(sample.input_ids[: place + 1].tolist())
