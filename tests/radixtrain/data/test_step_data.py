@@ -89,27 +89,21 @@ def turns_of(corpus: Corpus) -> set[bytes]:
     return {sample.input_ids.tobytes() + sample.labels.tobytes() for row in corpus for sample in row}
 
 
-SYSTEMS: list[tuple[dict[str, Any], str]] = [
-    # settings, and the system turn of a row that has none
-    ({"system_prompt": "Be brief."}, "Be brief."),
-    ({"train_file": {"path": "a.jsonl", "system_prompt": "Be kind."}, "system_prompt": "Be brief."}, "Be kind."),
-    ({"train_file": {"path": "a.jsonl", "system_prompt": ""}, "system_prompt": "Be brief."}, ""),
-]
-
-
-@pytest.mark.parametrize(("settings", "expected"), SYSTEMS)
-def test_system_prompt(
-    data: Callable[..., SFTData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Any, expected: str
-) -> None:
+def test_system_prompt(data: Callable[..., SFTData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all files, or of one of them; empty for none."""
     monkeypatch.chdir(tmp_path)
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     own = [{"role": "system", "content": "Own."}, *turns]
     rows = [{"messages": turns}, {"messages": own}, {"prompt": turns[:1], "completion": turns[1:]}]
     Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    module = data(**{"train_file": "a.jsonl", **settings})
-    texts = [module.tokenizer().decode(sample.input_ids) for [sample] in module.conversations["train"]]
-    found = [text.partition("system\n")[2].partition("<")[0] for text in texts]
-    assert found == [expected, "Own.", expected]
+    for file, expected in (
+        ("a.jsonl", "Be brief."),
+        ({"path": "a.jsonl", "system_prompt": "Be kind."}, "Be kind."),
+        ({"path": "a.jsonl", "system_prompt": ""}, ""),
+    ):
+        module = data(file, system_prompt="Be brief.")
+        texts = [module.tokenizer().decode(sample.input_ids) for [sample] in module.conversations["train"]]
+        assert [text.partition("system\n")[2].partition("<")[0] for text in texts] == [expected, "Own.", expected]
     with pytest.raises(UserError, match=r"b\.jsonl:1: system_prompt: only chats have a system turn, and this"):
         data(write(Path("b.jsonl"), "x"), system_prompt="x")
 
@@ -126,6 +120,8 @@ def test_sources_in_a_list_with_weights(data: Callable[..., SFTData], tmp_path: 
     counts = dict.fromkeys([f"{a}:{n}" for n in range(1, 7)], 1) | dict.fromkeys([f"{b}:{n}" for n in (1, 2)], 2)
     seen = [where for step in module.train_dataloader() for where in step.where]
     assert {where: seen.count(where) for where in seen} == counts
+    with pytest.raises(UserError, match=r"data\.train_file: with these weights no conversation is left"):
+        data([{"path": b, "weight": 0.125}])
 
 
 def test_validation_rows_are_taken_out_by_the_seed(data: Callable[..., SFTData], tmp_path: Path) -> None:
@@ -144,25 +140,15 @@ def test_a_resumed_run_needs_the_same_samples(data: Callable[..., SFTData], tmp_
     path = write(tmp_path / "a.jsonl", "abcdef")
     state = data(path).state_dict()
     data(path).load_state_dict(state)
-    with pytest.raises(UserError, match=r"belongs to other steps: batch_size was 4 and is 3; give the data settings"):
-        data(path, batch_size=3).load_state_dict(state)
-    with pytest.raises(UserError, match="group_by_prefix was false and is 2"):
-        data(path, group_by_prefix=2).load_state_dict(state)
-    with pytest.raises(UserError, match="digest was"):
-        data(path, completion_only_loss=False).load_state_dict(state)
-    write(tmp_path / "a.jsonl", "abcdef", answer="no!")  # as many tokens
-    with pytest.raises(UserError, match=r"other steps: digest was \w+ and is \w+"):
-        data(path).load_state_dict(state)
-
-
-def test_weights_of_no_epoch(data: Callable[..., SFTData], tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", "a")
-    for weight, said in (
-        (0.25, ": with these weights no conversation is left"),
-        (1e30, ": weight must be above 0 and at"),
+    for answer, settings, said in (
+        ("yes", {"batch_size": 3}, "belongs to other steps: batch_size was 4 and is 3; give the data settings"),
+        ("yes", {"group_by_prefix": 2}, "group_by_prefix was false and is 2"),
+        ("yes", {"completion_only_loss": False}, r"other steps: digest was \w+ and is \w+"),
+        ("no!", {}, "digest was"),  # as many tokens
     ):
-        with pytest.raises(UserError, match=rf"data\.train_file{said}"):
-            data([{"path": path, "weight": weight}])
+        write(tmp_path / "a.jsonl", "abcdef", answer)
+        with pytest.raises(UserError, match=said):
+            data(path, **settings).load_state_dict(state)
 
 
 def test_the_ranks_share_the_steps_of_one(data: Callable[..., SFTData], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from radixtrain.collators.prefix_sampler import ENOUGH, GroupedOrder, batches_of
+from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.datamodule import SFTData
@@ -42,15 +42,6 @@ def conversations_of(prompts: int, each: int, own: int = 30, turns: int = 1) -> 
 @pytest.fixture(scope="module")
 def twenty() -> list[list[TokenRow]]:
     return conversations_of(20, 160)
-
-
-def test_r_of_each_order(twenty):
-    """20 prompts, batches of 32: as `tests/collators/test_prefix_sampler.py` derives it."""
-    grouped = grouped_order(twenty, 32, True, 42).draw(np.arange(3200), np.random.default_rng(0))
-    by_prompt = np.argsort(np.arange(3200) % 20, kind="stable")
-    orders = (np.random.default_rng(0).permutation(3200), by_prompt, grouped)
-    plain, most, chosen = (expected_r(twenty, batches_of(order, 32), 16384).r for order in orders)
-    assert plain < ENOUGH * most < chosen < most
 
 
 @pytest.mark.parametrize("max_tokens", [None, 2000, 700])

@@ -186,17 +186,6 @@ def test_a_trained_model_is_evaluated_as_it_was_trained(arguments, shop, tmp_pat
 
 
 @FULL
-@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-def test_a_precision_that_converts_the_batches(arguments, shop, tmp_path, precision):
-    flags = {"trainer__precision": precision, "data__predict_file": shop / "validation.jsonl"}
-    assert main(arguments(**flags)) == 0
-    curve = logged(tmp_path / "out")
-    assert len(curve) == 10 and curve[10] < 0.5 * curve[1]
-    assert main(arguments("predict", **flags)) == 0
-    assert len((tmp_path / "out" / "predictions.jsonl").read_text().splitlines()) == 5
-
-
-@FULL
 def test_max_steps_alone_means_that_many_steps(arguments, tmp_path):
     """More than the three epochs that are the default; and a run shorter than the log interval logs each of them."""
     for steps, interval in ((16, 1), (2, 10)):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import FULL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
@@ -71,27 +70,6 @@ class Loop:
         logprobs = self.model(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
         found = [logprobs[len(prompt) - 1 + n, token].item() for n, token in enumerate(completion)]
         return {"tokens": completion, "logprobs": found}
-
-
-def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]], bar: float = 1e-12) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert one.keys() == other.keys()
-        for name in one:
-            assert one[name] == pytest.approx(other[name], rel=bar, abs=bar), name
-
-
-@float64_arithmetic()
-@pytest.mark.parametrize("dedup", [True, pytest.param(False, marks=FULL)])
-def test_a_completion_after_a_long_instruction(predict: Predict, shop: Path, dedup: bool) -> None:
-    loop = Loop(shop / "model")
-    answers = [" Shelf one.", " Shelf two.", " two", " Shelf two.", " Shelf one.", " three", " Shelf two."]
-    rows = [{"prompt": q, "completion": a} for q, a in zip(QUESTIONS, answers, strict=True)]
-    end = [loop.tokenizer.eos_token_id]
-    expected = [loop.completion(loop.ids(row["prompt"]), loop.ids(row["completion"]) + end) for row in rows]
-    found = predict(rows, dedup=dedup, **FLOAT64, data__max_tokens=256, data__max_length=256)
-    assert_equal(found, expected)
-    assert_equal(found[:1], found[4:5])
 
 
 @float64_arithmetic()

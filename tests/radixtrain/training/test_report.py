@@ -50,14 +50,6 @@ def test_the_command(
     assert names(page.parent) == ["report.html"]
 
 
-def test_nothing_is_predicted_if_no_time_is_given(
-    arguments: Arguments, without_weights: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments("report", model__model_name_or_path=without_weights, max_seconds=0)) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "was not predicted" in text and "max_seconds is 0" in text
-
-
 # ChatML that keeps what earlier turns were.
 KEEPING = """{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for message in messages %}<|im_start|>{{
 message.role }}\n{{ message.content }}{{ (message.tool_calls or '') | string }}<|im_end|>\n{% endfor %}{%
@@ -178,6 +170,7 @@ def test_what_is_not_read_and_what_is_there_twice_is_said(
     assert main(arguments("report", **flags, max_seconds=0, data__train_file=file)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert f"not read {unread}" in text and f"copies {copies}" in text
+    assert "was not predicted" in text and "max_seconds is 0" in text
     assert "--data.system_prompt=TEXT: 8 of the chats begin with no system turn" in text
 
 

@@ -125,10 +125,6 @@ def test_a_model_with_a_recurrent_state_answers_by_transformers_own_way(tiny_hyb
 def test_what_only_generate_knows_is_an_error_of_the_user(model, tokenizer, prompts):
     with pytest.raises(UserError, match=r"^evaluate_generation: .*top_k"):
         answers(model, prompts, tokenizer, max_new_tokens=2, do_sample=True, generation_kwargs={"top_k": -1})
-    for name, message in (("temprature", "did you mean temperature"), ("output_attentions", "is not supported")):
-        options = AnswerSettings(max_new_tokens=2, generation_kwargs={name: True})
-        with pytest.raises(UserError, match=f"^evaluate_generation: .*{name}.*{message}"):
-            check_answering(model, tokenizer, prompts, options)
 
 
 # What `predict` writes, batch by batch.

@@ -212,17 +212,13 @@ class TestOverwrite:
             check_outside(out, {})
 
 
-def test_wherever_in_its_folder_the_checkpoint_of_a_run_is(tmp_path: Path) -> None:
+def test_which_checkpoint_is_of_the_run_in_a_folder(tmp_path: Path) -> None:
+    """Wherever it is. To go on from a run in a folder below would prune the checkpoints of the run there."""
     run(tmp_path)
+    run(tmp_path / "inner")
     write(tmp_path / "mine" / "x" / "checksums.txt")
     for given in ("", "checkpoints", "checkpoints/last", "mine/x"):
         assert is_resumed(tmp_path, tmp_path / given)
-
-
-def test_a_run_in_a_folder_below_is_another_one(tmp_path: Path) -> None:
-    """To go on from it in the folder above would prune the checkpoints of the run there."""
-    run(tmp_path)
-    run(tmp_path / "inner")
     for given in ("inner", "inner/checkpoints", "inner/checkpoints/last", "inner/checkpoints/step=5"):
         assert not is_resumed(tmp_path, tmp_path / given) and is_resumed(tmp_path / "inner", tmp_path / given)
         with pytest.raises(UserError, match="holds another run"):

@@ -4,7 +4,6 @@ import re
 import shutil
 
 import pytest
-import torch
 import yaml
 from huggingface_hub import ModelCard
 from tiers import FULL
@@ -73,24 +72,6 @@ def test_fit_does_not_overwrite_its_own_base(arguments, shop, tmp_path, parts, c
     assert "out/model is inside of output_dir" in capsys.readouterr().err
     assert main(arguments(model__model_name_or_path=base, output_dir=tmp_path / "out", ckpt_path="auto")) == 1
     assert "holds another run (model/)" in capsys.readouterr().err
-
-
-def test_a_failure_while_it_is_written_leaves_the_old_model(parts, tmp_path):
-    """So does a kill: see the tests of `writing`."""
-
-    class Broken:
-        def save_pretrained(self, folder):
-            assert (folder / "model.safetensors").exists()
-            raise OSError("no space left")
-
-    model, tokenizer = parts
-    save_hf_folder(model, tokenizer, tmp_path / "model", OURS)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    torch.nn.init.zeros_(model.model.norm.weight)
-    with pytest.raises(OSError, match="no space left"):
-        save_hf_folder(model, Broken(), tmp_path / "model", OURS)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 CONFIG = {
