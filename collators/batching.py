@@ -16,8 +16,8 @@ Pure NumPy, because the collator carries it into DataLoader workers.
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
-from collections.abc import Callable, Sequence, Sized
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence, Sized
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,8 +25,6 @@ import numpy as np
 
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.sorting import SortedSequences, sort_sequences
-
-PRECISION = 1000  # the cost of the most expensive rank is minimised to one part in this many
 
 
 def cut_by_padded_tokens(sequences: Sequence[Sized], max_tokens: int | None) -> list[list[int]]:
@@ -119,37 +117,17 @@ def _bounds_of_ranks(by_order: SortedSequences, num_ranks: int, max_tokens: int 
                 break
             limit -= sums[end] - sums[start] + shared[start]
             start = end
-            if end < full:
-                break
         return start
 
-    return _even_runs(end_of, num_ranks, by_order.lengths.tolist())
-
-
-def _even_runs(end_of: Callable[[int, int], int], num_ranks: int, costs: list[int]) -> list[int]:
-    """Return the bounds, (num_ranks + 1,), of runs whose most expensive one costs about as little as possible.
-
-    end_of: the end of the longest run that begins at a place and costs no more than a limit.
-    costs: of each place. The limit is at least the largest, so that a run has at least one place.
-    """
-
     def bounds_for(limit: int) -> list[int]:
+        """Return the bounds of the longest runs that cost no more."""
         bounds = [0]
         for _ in range(num_ranks):
             bounds.append(end_of(bounds[-1], limit))
         return bounds
 
-    dearest = max(costs, default=0)
-    low, high = dearest - 1, dearest * len(costs)
-    best = bounds_for(high)
-    while high - low > max(high // PRECISION, 1):
-        middle = (low + high) // 2
-        bounds = bounds_for(middle)
-        if bounds[-1] == len(costs):
-            best, high = bounds, middle
-        else:
-            low = middle
-    return best
+    most = int(by_order.lengths.sum())
+    return bounds_for(bisect_left(range(most), True, key=lambda limit: bounds_for(limit)[-1] == len(shared)))
 
 
 def cut_by_unique_tokens(

@@ -1,6 +1,6 @@
 """Refuses misuses of a radix batch before they end in an error that names none of them.
 
-1. `share_prefixes` was forgotten, or a module takes only some entries of the batch.
+1. `share_prefixes` was forgotten.
 An untouched Hugging Face model accepts a radix batch: it takes unknown entries as
 options of its attention, and fails later, on the shapes of its loss. So a new `RadixCollator` watches the
 calls of modules until a shared model gets a radix batch; then the watch ends and costs nothing. That another model
@@ -14,11 +14,10 @@ is on the stack of the collator, and on that of a worker process that is forked 
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,18 +36,13 @@ NO_DISPATCHING = (
     "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))"
 )
 DISPATCHER = "accelerate.data_loader", "DataLoaderDispatcher"
-HUGGING_FACE = "transformers.modeling_utils", "PreTrainedModel"
 MAX_FRAMES = 64  # TRL with adapters has 17 between hook and trainer; six are between the collator and its loader
 
 
 class _Watch:
-    """The state of this process.
-
-    handle: of the hook while it is installed. passed: ids of the user's own modules that got a radix batch.
-    """
+    """The state of this process. handle: of the hook while it is installed."""
 
     handle: RemovableHandle | None = None
-    passed: ClassVar[set[int]] = set()
 
 
 def start_watch() -> None:
@@ -60,7 +54,6 @@ def start_watch() -> None:
 def end_watch() -> None:
     """End the watch, because a shared model got a radix batch."""
     if _Watch.handle is not None:
-        _Watch.passed.clear()
         _Watch.handle.remove()
         _Watch.handle = None
 
@@ -68,52 +61,20 @@ def end_watch() -> None:
 def _check_call(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Refuse the call of a Hugging Face model with a radix batch, unless it is shared; then the watch ends.
 
-    Skips calls with positional arguments: trainers call `model(**batch)`, and few inner modules are called so.
+    Skips calls with positional arguments: trainers call `model(**batch)`, and few inner modules are called so. Modules
+    of the user's own may do with a batch what they like: a model inside is checked when it is called.
     """
-    if args or torch.compiler.is_compiling():
+    if args or torch.compiler.is_compiling() or RADIX not in (sys._getframe(1).f_locals.get("kwargs") or ()):
         return
-    batch = sys._getframe(1).f_locals.get("kwargs") or ()
-    if RADIX not in batch:
-        return
-    parts = list(module.modules())
-    if not any(is_instance_by_name(part, *HUGGING_FACE) for part in parts):
-        end_watch()
-        return
-    _check_takes(module, batch)
-    if any(SHARED in vars(part) for part in parts):
-        _leave_to_its_parts(module)
-        return
-    receiver = next((part for part in parts if _package_of(part) not in FORWARDED_BY), module)
+    receiver = next((part for part in module.modules() if _package_of(part) not in FORWARDED_BY), module)
     if not _package_of(receiver).startswith("transformers"):
-        _leave_to_its_parts(module)
         return
-    _Watch.passed.clear()
-    raise UserError(
-        f"{type(receiver).__name__} got a batch of RadixCollator, but it is not shared: call "
-        f"radixtrain.share_prefixes(model) before training, or before the trainer gets the model"
-    )
-
-
-def _check_takes(module: nn.Module, batch: Iterable[str]) -> None:
-    """Refuse a batch of which a module takes only some entries."""
-    taken = inspect.signature(module.forward).parameters
-    missing = [name for name in batch if name not in taken]
-    if missing and all(each.kind is not each.VAR_KEYWORD for each in taken.values()):
+    if not any(SHARED in vars(part) for part in receiver.modules()):
         raise UserError(
-            f"{type(module).__name__} got a batch of RadixCollator, and its forward takes no {', '.join(missing)}: "
-            f"let it take **batch and pass all of it on to the model, or use share_prefixes(model) and another collator"
+            f"{type(receiver).__name__} got a batch of RadixCollator, but it is not shared: call "
+            f"radixtrain.share_prefixes(model) before training, or before the trainer gets the model"
         )
-
-
-def _leave_to_its_parts(module: nn.Module) -> None:
-    """Let a module of the user's own use a batch as it likes; a model inside that gets it is checked next.
-
-    If it gets a second batch, nothing was wrong with the first, and the watch ends.
-    """
-    if id(module) in _Watch.passed:
-        end_watch()
-    else:
-        _Watch.passed.add(id(module))
+    end_watch()
 
 
 def _package_of(module: nn.Module) -> str:

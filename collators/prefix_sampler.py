@@ -44,9 +44,9 @@ class PrefixGroupedSampler(Sampler[int]):
 
     data: a data set with a length whose entries have `column`, or a sequence of token sequences.
     batch_size: rows that the trainer collates together: of one micro-batch, on one device.
-    together: most rows of a prompt that a batch gets on purpose. 1 is a plain shuffle; `batch_size` shares the most,
-        and most batches then have one prompt. None for the smallest of 1, ..., `batch_size` / 4, `batch_size` / 2 with
-        which r is at least 80 % of the largest r.
+    together: most rows of a prompt that a batch gets on purpose, best a divisor of `batch_size`. 1 is a plain shuffle;
+        `batch_size` shares the most, and most batches then have one prompt. None for the smallest divisor below
+        `batch_size` with which r is at least 80 % of the largest r.
     seed: of the order. Every process needs the same.
     num_batches: batches of an optimizer step, ranks times accumulated batches: those that come one after the other, as
         Accelerate hands them out. `together` is then of a step, up to `num_batches` times `batch_size`, and the rows of
@@ -165,7 +165,7 @@ class GroupedOrder:
 
     @classmethod
     def choose(cls, groups: PrefixGroups, batch_size: int, seed: int) -> GroupedOrder:
-        """Choose the smallest of 1, ..., batch_size / 4, batch_size / 2 with which r is at least `ENOUGH` of the best.
+        """Choose the smallest divisor of `batch_size` with which r is at least `ENOUGH` of the best.
 
         No more than half of a batch, so that it holds two prompts or more.
         """
@@ -176,15 +176,9 @@ class GroupedOrder:
             batches = (order[start : start + batch_size] for start in range(0, len(order), batch_size))
             return sum(groups.sorted(batch).num_unique_tokens for batch in batches)
 
-        plain = cls(groups, batch_size, 1)
-        if not len(groups) or batch_size == 1:
-            return plain
         most = num_unique(batch_size) / ENOUGH
-        if num_unique(1) <= most:
-            return plain
-        together = max(2, batch_size // 2)
-        while together > 2 and num_unique(together // 2) <= most:
-            together //= 2
+        sizes = [size for size in range(2, batch_size // 2 + 1) if batch_size % size == 0]
+        together = next((size for size in [1, *sizes] if num_unique(size) <= most), [1, *sizes][-1])
         return cls(groups, batch_size, together)
 
     def draw(self, indices: IntArray, generator: np.random.Generator) -> IntArray:
@@ -192,47 +186,23 @@ class GroupedOrder:
 
         indices: of the items, (m,), int64. An index may be missing or come several times.
 
+        Each group, its deepest branches first, is cut into runs of `together` items. The shorter runs at the ends of
+        groups are joined and cut alike. So no batch ends inside a run if `together` divides `batch_size`.
         If no two items share anything, this is `generator.permutation(indices)`.
         """
         shuffled: IntArray = generator.permutation(indices)
         if self.together == 1 or not len(self.groups):
             return shuffled
-        branches, groups = self.groups.branch_of, self.groups.group_of
-        sorted_items = shuffled[np.argsort(branches[shuffled], kind="stable")]
-        of_branches, rest = _cut(sorted_items, branches[sorted_items], self.together)
-        of_groups, rest = _cut(rest, groups[rest], self.together)
-        whole = np.concatenate([of_branches, of_groups])
-        ends = np.flatnonzero((np.diff(groups[rest]) != 0) | (groups[rest[1:]] < 0)) + 1
-        return _arranged(whole, [run.tolist() for run in np.split(rest, ends)], self.batch_size, generator)
-
-
-def _cut(items: IntArray, keys: IntArray, size: int) -> tuple[IntArray, IntArray]:
-    """Cut items with one key into runs, (F, size), and return what is left over, in order. keys: equal side by side."""
-    starts = np.flatnonzero(np.diff(keys, prepend=-2))
-    lengths = np.diff(starts, append=len(items))
-    places = np.arange(len(items)) - starts.repeat(lengths)
-    is_whole = (places < (lengths // size * size).repeat(lengths)) & (keys >= 0)
-    return items[is_whole].reshape(-1, size), items[~is_whole]
-
-
-def _arranged(whole: IntArray, parts: list[list[int]], batch_size: int, generator: np.random.Generator) -> IntArray:
-    """Arrange all items: whole runs where no batch ends inside one, parts in a row at the other places.
-
-    whole: (F, size). A batch has places for `batch_size // size` of them. Those that get no place are parts.
-    """
-    size = whole.shape[1]
-    num_items = whole.size + sum(map(len, parts))
-    whole = generator.permutation(whole)
-    starts = np.arange(0, num_items, batch_size)[:, None] + size * np.arange(batch_size // size)
-    places = generator.permutation(starts[starts + size <= num_items])[: len(whole)]
-    parts = parts + whole[len(places) :].tolist()
-    order = np.empty(num_items, dtype=np.int64)
-    is_part = np.ones(num_items, dtype=bool)
-    covered = places[:, None] + np.arange(size)
-    order[covered] = whole[: len(places)]
-    is_part[covered] = False
-    order[is_part] = [item for place in generator.permutation(len(parts)) for item in parts[place]]
-    return order
+        items = shuffled[np.argsort(self.groups.branch_of[shuffled], kind="stable")]
+        starts = np.flatnonzero(np.diff(self.groups.group_of[items], prepend=-2))
+        places = np.arange(len(items)) - starts.repeat(np.diff(starts, append=len(items)))
+        runs = np.split(items, np.flatnonzero(places % self.together == 0)[1:])
+        whole = [run for run in runs if len(run) == self.together]
+        short = [run for run in runs if len(run) < self.together]
+        joined = np.concatenate([items[:0], *(short[number] for number in generator.permutation(len(short)))])
+        end = len(joined) - len(joined) % self.together
+        blocks = np.concatenate([*whole, joined[:end]]).reshape(-1, self.together)
+        return np.append(generator.permutation(blocks), joined[end:])
 
 
 def batches_of(order: IntArray, batch_size: int, num_batches: int | None = None) -> list[list[int]]:

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from radixtrain.collators.features import check_no_floats, packed, token_rows
+from radixtrain.collators.features import check_no_weights, packed, token_rows
 from radixtrain.collators.misuse_guard import check_not_dispatched, start_watch
-from radixtrain.collators.targets import (
-    Predictions,
-    check_shared_targets,
-    keep_once,
-    list_predictions,
-    merge_predictions,
-)
-from radixtrain.collators.token_row import IGNORE_INDEX, FloatArray, TokenRow
+from radixtrain.collators.targets import Predictions, list_predictions, merge_predictions
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.errors import UserError
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
@@ -40,12 +34,9 @@ class RadixCollator:
     merge_labels: False for a model that computes its own loss: one prediction per original labelled token, in a row of
         logits for each sequence. True for radixtrain's own loss: identical predictions merged and weighted, one hidden
         row per distinct predictor.
-    shared_targets: what a label counts that several sequences of the batch share: `"every"`, once for each of them, as
-        an ordinary trainer sums; `"once"`, once, with the mean of their loss weights.
     token_loss: True vouches that a loss of your own reads only labelled tokens: a sum, or a mean for each sequence. By
         default the backward pass refuses any loss that the model did not compute itself, because all other tokens, and
         the length of a padded row, are not in the batch.
-    return_tensors: `"pt"`; Hugging Face's collators have this field too.
     loss_on_all: True to train every token of a feature that has neither labels nor a loss mask; otherwise such a
         feature is refused, because a trainer may have dropped its mask.
 
@@ -55,15 +46,12 @@ class RadixCollator:
     input_ids: the tokens of one sequence. The first one is never predicted, and so bears no loss.
     labels: not shifted, -100 bears no loss. If they are given, the loss masks are not read.
     completion_mask, assistant_masks, mask: 0/1, instead of labels; a token bears loss if all that are given are 1.
-    attention_mask: 0/1. Zeros on the left and on the right are padding, which is cut off and bears no loss.
+    attention_mask: all 1, as tokenizers return it without padding.
     position_ids: by default they count from 0.
-    seq_lengths: [1], as TRL's packing leaves it; more than one is refused.
 
-    and, with `merge_labels`, these floats, (L,), read as float32 and aligned with the labels:
+    and, with `merge_labels`, floats, (L,), read as float32 and aligned with the labels:
 
     loss_weights, or weights: a factor of each label's cross-entropy; may be negative. By default 1.
-    old_logprobs: the log-probability of each label by the policy that sampled it.
-    advantages: of each label, or one number for all.
 
     Text, None, dicts, dates and lists of those are ignored, and so are the numbers named in
     `radixtrain.collators.features.HARMLESS`. Any other entry is refused, because a model that reads it, such as one
@@ -84,11 +72,12 @@ class RadixCollator:
 
     There is no `attention_mask`. With `merge_labels` there are no `labels`, `input_ids` are [1, U] and `shift_labels`
     [1, P]: each of the R predictors is there once, and equal predictions of it are one entry, whose weight is the
-    number of original tokens. If some feature has one of the three floats, only predictors are merged, so that each
-    entry is one original token.
+    number of original tokens. If some feature has loss weights, only predictors are merged, so that each entry is one
+    original token, `radix.label_indices` of all features back to back: by these a loss of your own finds what else
+    belongs to a token, such as an advantage.
 
     The loss is `sum_p w_p cross_entropy_p`, to be divided by the number of labelled tokens, whatever their weights:
-    those may add up to nothing. `radixtrain.loss` computes it, and that of a clipped policy ratio.
+    those may add up to nothing. `radixtrain.loss` computes it.
 
     >>> first = {"input_ids": [7, 8, 9], "labels": [-100, -100, 9]}
     >>> second = {"input_ids": [7, 8, 5], "labels": [-100, -100, 5]}
@@ -102,16 +91,13 @@ class RadixCollator:
 
     Raises ValueError that names the feature and its entry for: no labels and no loss mask; an entry that it would have
     to drop; entries that are not lists of integers or differ in length; an empty sequence, and one that another packer
-    has filled with several; an attention mask with a hole; labels on padding; floats without `merge_labels`, which the
-    model's own loss would ignore.
+    has filled with several; padding; loss weights without `merge_labels`, which the model's own loss would ignore.
     """
 
     min_shared_tokens: int = 1
     pad_to_multiple_of: int | None = None
     merge_labels: bool = False
-    return_tensors: str = "pt"
     loss_on_all: bool = False
-    shared_targets: Literal["every", "once"] = "every"
     token_loss: bool = False
 
     def __new__(cls, *args: object, **options: object) -> RadixCollator:
@@ -123,23 +109,17 @@ class RadixCollator:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if self.return_tensors != "pt":
-            raise ValueError(
-                f"RadixCollator returns torch tensors; return_tensors={self.return_tensors!r} is not available"
-            )
-        check_shared_targets(self.shared_targets)
         start_watch()
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         check_not_dispatched()
-        arrays = token_rows(features, self.loss_on_all)
-        return self.collate(keep_once(arrays) if self.shared_targets == "once" else arrays)
+        return self.collate(token_rows(features, self.loss_on_all))
 
     def collate(self, arrays: Sequence[TokenRow]) -> dict[str, Any]:
-        """Collate features that have been read, and whose shared labels are trained unchanged."""
+        """Collate features that have been read."""
         if not self.merge_labels:
-            check_no_floats(arrays)
-        ids, labels, cu_seqlens, positions, floats = packed(arrays)
+            check_no_weights(arrays)
+        ids, labels, cu_seqlens, positions, weights = packed(arrays)
         plan = build_prefix_plan(
             ids,
             cu_seqlens,
@@ -147,17 +127,15 @@ class RadixCollator:
             min_shared_tokens=self.min_shared_tokens,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
-        predictions = list_predictions(plan, labels, floats.get("loss_weights"))
+        predictions = list_predictions(plan, labels, weights)
         layout = TreeLayout.from_plan(plan)
         shape = (1, plan.num_rows) if self.merge_labels else layout.batch_shape
-        return _batch(
-            np.resize(ids[plan.gather_indices], shape),
-            plan,
-            layout,
-            _merged(predictions, floats) if self.merge_labels else _plain(predictions, plan.cu_seqlens, shape[1]),
-            token_loss=self.token_loss or self.merge_labels,
-            is_left_padded=any(feature.is_counted_from_padding for feature in arrays),
-        )
+        if self.merge_labels:
+            targets = _merged(predictions, have_weights=weights is not None)
+        else:
+            targets = _plain(predictions, plan.cu_seqlens, shape[1])
+        unique_ids = np.resize(ids[plan.gather_indices], shape)
+        return _batch(unique_ids, plan, layout, targets, token_loss=self.token_loss or self.merge_labels)
 
 
 class _Targets(NamedTuple):
@@ -202,32 +180,22 @@ def _plain(predictions: Predictions, cu_seqlens: IntArray, other_width: int) -> 
     return _Targets(_tensors(labels), {**_tensors(fields), "place_rows": placed(rows, -1).reshape(shift_labels.shape)})
 
 
-def _merged(predictions: Predictions, floats: Mapping[str, FloatArray]) -> _Targets:
-    """Merge equal predictors, and equal predictions if none has a float of its own, for `radixtrain.loss`.
+def _merged(predictions: Predictions, have_weights: bool) -> _Targets:
+    """Merge equal predictors, and equal predictions if none has a weight of its own, for `radixtrain.loss`.
 
     Merging those too would round the sum of two weights, which the loss adds in its own dtype. It would also save
     little, since the head runs once for each predictor anyway: 64 copies of each prediction took the loss 2 % more time
     (1,024 rows, V = 32,000, D = 512).
     """
-    merged = predictions if floats else merge_predictions(predictions)
+    merged = predictions if have_weights else merge_predictions(predictions)
     is_first = np.diff(merged.predictor_indices, prepend=-1) > 0
     fields = {
         "predictor_indices": merged.predictor_indices[is_first],
         "prediction_rows": is_first.cumsum() - 1,
         "loss_weights": merged.weights,  # counts stay integers, so that no trainer's precision rounds them
-        **({"label_indices": merged.label_indices} if floats else {}),
+        **({"label_indices": merged.label_indices} if have_weights else {}),
     }
-    of_policy = policy_fields(floats, merged.label_indices)
-    return _Targets(_tensors({"shift_labels": merged.labels[None]}), {**_tensors(fields), **of_policy})
-
-
-def policy_fields(floats: Mapping[str, FloatArray], tokens: IntArray) -> dict[str, Any]:
-    """Return the fields of a `RadixInputs` that a policy loss reads, if the features have them.
-
-    floats: of `packed`. tokens: (P,). the packed token that bears each label.
-    """
-    names = floats.keys() & {"old_logprobs", "advantages"}
-    return _tensors({name: floats[name][tokens] for name in sorted(names)})
+    return _Targets(_tensors({"shift_labels": merged.labels[None]}), _tensors(fields))
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:

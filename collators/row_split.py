@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from radixtrain.tree.radix_inputs import radix_of, with_radix
 
 OF_ROWS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}  # entries by rows, and the dimension of the rows
-OF_PREDICTIONS = ("loss_weights", "label_indices", "old_logprobs", "advantages")  # a number for each prediction
+OF_PREDICTIONS = ("loss_weights", "label_indices")  # a number for each prediction
 
 
 def rows_per_rank(num_rows: int, size: int) -> int:

@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from radixtrain.collators.batching import Shares, share_by_padded_tokens, share_by_unique_tokens
-from radixtrain.collators.features import check_no_floats, packed, token_rows
-from radixtrain.collators.radix import RadixCollator, policy_fields
+from radixtrain.collators.features import check_no_weights, packed, token_rows
+from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.row_split import split_batch
-from radixtrain.collators.targets import check_shared_targets, keep_once
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.tree.arrays import lengths_of
 from radixtrain.tree.layout import Function, Movable
@@ -79,8 +78,6 @@ class StepCollator:
         micro-batch.
     merge_labels: True merges identical predictions and weights them (training); False keeps one for each labelled
         token (`predict`).
-    shared_targets: what a label counts that several sequences of the step share, see `RadixCollator`. Decided before
-        the step is cut, so that it does not depend on the cut.
     min_shared_tokens, pad_to_multiple_of: see `RadixCollator`.
     pad_token_id: what fills padded batches, without `dedup`.
     rank, num_ranks: which share of the step is collated, of how many. All ranks collate the same features.
@@ -102,20 +99,20 @@ class StepCollator:
     min_shared_tokens: int = 1
     pad_to_multiple_of: int | None = None
     pad_token_id: int = 0
-    shared_targets: Literal["every", "once"] = "every"
     rank: int = 0
     num_ranks: int = 1
     sp_size: int = 1
 
     def __post_init__(self) -> None:
-        check_shared_targets(self.shared_targets)
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank must be from 0 to {self.num_ranks - 1}, as num_ranks says; got {self.rank}")
         if self.num_ranks % self.sp_size or (self.sp_size > 1 and not (self.dedup and self.merge_labels)):
             raise ValueError(f"sp_size {self.sp_size} must divide num_ranks, and needs dedup and merge_labels")
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Step:
-        arrays = self._read(features)
+        arrays = token_rows(features)
+        if self.dedup and not self.merge_labels:
+            check_no_weights(arrays)  # here, because a micro-batch does not know its features' places in the step
         shares = self.shares(arrays)
         groups = shares.groups[self.rank // self.sp_size]
         batches = [self._fitting(arrays, group) for group in groups]
@@ -145,13 +142,6 @@ class StepCollator:
         num_groups = self.num_ranks // self.sp_size
         positions = packed(arrays).position_ids
         return share_by_unique_tokens(sequences, num_groups, max_tokens, positions)
-
-    def _read(self, features: Sequence[Mapping[str, Any]]) -> list[TokenRow]:
-        """Read the features, with the labels that are to be trained."""
-        arrays = token_rows(features)
-        if self.dedup and not self.merge_labels:
-            check_no_floats(arrays)  # here, because a micro-batch does not know its features' places in the step
-        return keep_once(arrays) if self.shared_targets == "once" else arrays
 
     def _fitting(self, arrays: Sequence[TokenRow], group: Sequence[int]) -> dict[str, Any]:
         """Collate features whose unique tokens are within the budget, with every branch if they are over it without.
@@ -206,7 +196,7 @@ class PaddedCollator:
 
     def collate(self, arrays: Sequence[TokenRow]) -> dict[str, Any]:
         """Collate features that have been read."""
-        ids, labels, cu_seqlens, given_positions, floats = packed(arrays)
+        ids, labels, cu_seqlens, given_positions, given_weights = packed(arrays)
         lengths = lengths_of(cu_seqlens)
         is_token = np.arange(lengths.max()) < lengths[:, None]
         input_ids = np.full(is_token.shape, self.pad_token_id, dtype=np.int64)
@@ -214,11 +204,9 @@ class PaddedCollator:
         positions = np.tile(np.arange(is_token.shape[1]), (len(arrays), 1))
         if given_positions is not None:
             positions[is_token] = given_positions
-        hidden = np.array([feature.num_left_padding * feature.is_counted_from_padding for feature in arrays])
-        positions += hidden[:, None] * is_token
         labels[cu_seqlens[:-1]] = IGNORE_INDEX  # the first token is never predicted
         tokens = np.flatnonzero(labels != IGNORE_INDEX)
-        weights = floats.get("loss_weights", np.ones(len(ids), dtype=np.float32))
+        weights = np.ones(len(ids), dtype=np.float32) if given_weights is None else given_weights
         return {
             "input_ids": torch.from_numpy(input_ids),
             "attention_mask": torch.from_numpy(is_token.astype(np.int64)),
@@ -230,7 +218,6 @@ class PaddedCollator:
                 prediction_rows=torch.arange(len(tokens), device="cpu"),
                 loss_weights=torch.from_numpy(weights[tokens]),
                 label_indices=torch.from_numpy(tokens),
-                **policy_fields(floats, tokens),
             ),
         }
 
@@ -239,14 +226,13 @@ def dummy_features(arrays: Sequence[TokenRow], has_weights: bool) -> TokenRow:
     """Make a micro-batch of weight zero, for a rank that has fewer micro-batches of a step than another one.
 
     All ranks take part in every exchange of gradients, and of parameters if those are sharded, so they run as many
-    passes. These are the first tokens of the shortest sequence that bears loss; loss and gradients are exactly 0.
+    passes. These are the first tokens of the shortest sequence; loss and gradients are exactly 0.
 
     arrays: the features of the step. The tokens are taken from one of them, because a mixture of experts then routes
         them to experts that the step reaches anyway, and no other expert gets a gradient.
     has_weights: whether the batch has loss weights: then a label of weight 0. Otherwise there is no label.
     """
-    # Only a feature that bears loss is sure to have the floats of a policy loss.
-    shortest = min(arrays, key=lambda feature: (not feature.num_labels, len(feature.input_ids))).part(0, DUMMY_TOKENS)
+    shortest = min(arrays, key=lambda feature: len(feature.input_ids)).part(0, DUMMY_TOKENS)
     ids = shortest.input_ids
     if has_weights:
         return replace(shortest, labels=ids, loss_weights=np.zeros(len(ids), dtype=np.float32))

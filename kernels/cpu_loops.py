@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,18 +57,15 @@ class Rectangles:
         return _equal_runs(x, self.number, self.key_step, self.first_key, self.num_keys)
 
 
-@dataclass(frozen=True, eq=False)
-class Schedule:
+class Schedule(NamedTuple):
     """A call, cut into rectangles.
 
-    parts: no query is in two.
+    parts: no query is in two, but keys may be.
     num_queries: queries covered by some part; the rest see no key.
-    keys_meet: whether a key may be in two parts, so that its gradients have to be added.
     """
 
-    parts: tuple[Rectangles, ...]
+    parts: list[Rectangles]
     num_queries: int
-    keys_meet: bool
 
 
 def schedule_of(ragged: Ragged, window: int | None = None) -> Schedule:
@@ -98,8 +95,7 @@ def _schedule(ragged: Ragged, window: int | None) -> Schedule:
     if ragged.causal:
         parts = _with_corners(parts, window, ragged.cu_seqlens_q.device)
     parts += _batched(masked)
-    num_queries = sum(part.number * part.num_queries for part in parts)
-    return Schedule(tuple(parts), num_queries, len(strips) > len(plain))
+    return Schedule(parts, sum(part.number * part.num_queries for part in parts))
 
 
 def _strips(entry: Rectangles, window: int | None) -> Iterator[Rectangles]:
@@ -181,16 +177,16 @@ class LoopingKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         schedule = schedule_of(ragged, scoring.window)
-        if _is_one_call(schedule, q, k):
-            (part,) = schedule.parts
-            out_1TNH, lse_1NT = self.part_forward(q[None], k[None], v[None], part, scoring)
+        parts = self.parts(schedule, q)
+        if _is_one_call(parts, q, k):
+            out_1TNH, lse_1NT = self.part_forward(q[None], k[None], v[None], parts[0], scoring)
             return out_1TNH[0], lse_1NT[0]
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         lse = q.new_empty(q.shape[1], len(q), dtype=_wide(q))
         if schedule.num_queries < len(q):
             out.zero_()
             lse.fill_(float("-inf"))
-        for part in schedule.parts:
+        for part in parts:
             out_bTNH, lse_bNT = self.part_forward(part.queries(q), part.keys(k), part.keys(v), part, scoring)
             part.queries(out).copy_(out_bTNH)
             part.queries(lse.t()).copy_(lse_bNT.transpose(1, 2))
@@ -200,23 +196,26 @@ class LoopingKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
         schedule = schedule_of(ragged, scoring.window)
-        if _is_one_call(schedule, q, k):
-            (part,) = schedule.parts
+        parts = self.parts(schedule, q)
+        if _is_one_call(parts, q, k):
             whole = dout[None], q[None], k[None], v[None], out[None], lse[None]
-            dq, dk, dv = self.part_backward(*whole, part, scoring)
-            return dq[0], dk[0], dv[0]
-        meet = _wide(k) if schedule.keys_meet else k.dtype
+            dq, dk, dv = self.part_backward(*whole, parts[0], scoring)
+            return dq[0], dk[0].to(k.dtype), dv[0].to(v.dtype)
         dq = torch.zeros_like(q) if schedule.num_queries < len(q) else torch.empty_like(q)
-        dk, dv = torch.zeros_like(k, dtype=meet), torch.zeros_like(v, dtype=meet)
-        for part in schedule.parts:
+        dk, dv = (torch.zeros_like(x, dtype=_wide(x)) for x in (k, v))
+        for part in parts:
             dout_part, q_part, out_part = map(part.queries, (dout, q, out))
             lse_part = part.queries(lse.t()).transpose(1, 2)
             keys = part.keys(k), part.keys(v)
             grads = self.part_backward(dout_part, q_part, *keys, out_part, lse_part, part, scoring)
             part.queries(dq).copy_(grads[0])
-            _add_to_keys(dk, part, grads[1], schedule.keys_meet)
-            _add_to_keys(dv, part, grads[2], schedule.keys_meet)
+            _add_to_keys(dk, part, grads[1])
+            _add_to_keys(dv, part, grads[2])
         return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+    def parts(self, schedule: Schedule, q: Tensor) -> list[Rectangles]:
+        """Return the parts of a call as this kernel takes them."""
+        return schedule.parts
 
     def part_forward(
         self, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, part: Rectangles, scoring: Scoring
@@ -235,6 +234,7 @@ class LoopingKernel:
         part: Rectangles,
         scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the shares of a part in dq, dk and dv; of the keys perhaps in a wider dtype."""
         raise NotImplementedError
 
 
@@ -244,13 +244,18 @@ class EagerKernel(LoopingKernel):
     Queries take turns, so that memory does not grow with queries times keys.
     """
 
+    def parts(self, schedule: Schedule, q: Tensor) -> list[Rectangles]:
+        """Cut the parts further, and write causal masks out."""
+        return [turn for part in schedule.parts for turn in _turns(part, q)]
+
     def part_forward(
         self, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, part: Rectangles, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
-        k, v = (x.to(_wide(x)) for x in (k_bJKH, v_bJKH))
-        turns = [self._forward(q_bTNH[:, rows], k, v, mask, scoring) for rows, mask in _turns(part, q_bTNH, k)]
-        outs, lses = zip(*turns, strict=True)
-        return torch.cat(outs, 1), torch.cat(lses, 2)
+        q, k, v = (x.to(_wide(x)) for x in (q_bTNH, k_bJKH, v_bJKH))
+        scores_bKgTJ, _ = self._scores(q, k, part.mask, scoring)
+        lse_bKgT = scores_bKgTJ.logsumexp(-1)
+        out_bTKgH = torch.einsum("bkgtj,bjkh->btkgh", _exp_minus(scores_bKgTJ, lse_bKgT), v)
+        return out_bTKgH.flatten(2, 3).to(q_bTNH.dtype), lse_bKgT.flatten(1, 2)
 
     def part_backward(
         self,
@@ -263,47 +268,17 @@ class EagerKernel(LoopingKernel):
         part: Rectangles,
         scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = q_bTNH.dtype
-        k, v = (x.to(_wide(x)) for x in (k_bJKH, v_bJKH))
-        dqs, dk, dv = [], k.new_zeros(k.shape), v.new_zeros(v.shape)
-        for rows, mask in _turns(part, q_bTNH, k):
-            dout, q, out = (x[:, rows] for x in (dout_bTNH, q_bTNH, out_bTNH))
-            dq, dk_share, dv_share = self._backward(dout, q, k, v, out, lse_bNT[:, :, rows], mask, scoring)
-            dqs.append(dq.to(dtype))
-            dk += dk_share
-            dv += dv_share
-        return torch.cat(dqs, 1), dk.to(dtype), dv.to(dtype)
-
-    def _forward(
-        self, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, mask: Tensor | None, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
-        scores_bKgTJ, _ = self._scores(q_bTNH.to(k_bJKH.dtype), k_bJKH, mask, scoring)
-        lse_bKgT = scores_bKgTJ.logsumexp(-1)
-        out_bTKgH = torch.einsum("bkgtj,bjkh->btkgh", _exp_minus(scores_bKgTJ, lse_bKgT), v_bJKH)
-        return out_bTKgH.flatten(2, 3).to(q_bTNH.dtype), lse_bKgT.flatten(1, 2)
-
-    def _backward(
-        self,
-        dout_bTNH: Tensor,
-        q_bTNH: Tensor,
-        k_bJKH: Tensor,
-        v_bJKH: Tensor,
-        out_bTNH: Tensor,
-        lse_bNT: Tensor,
-        mask: Tensor | None,
-        scoring: Scoring,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        groups = (k_bJKH.shape[2], q_bTNH.shape[2] // k_bJKH.shape[2])
-        dout, out, q = (x.to(k_bJKH.dtype) for x in (dout_bTNH, out_bTNH, q_bTNH))
-        scores, slope = self._scores(q, k_bJKH, mask, scoring)
+        dout, q, k, v, out = (x.to(_wide(x)) for x in (dout_bTNH, q_bTNH, k_bJKH, v_bJKH, out_bTNH))
+        scores, slope = self._scores(q, k, part.mask, scoring)
+        groups = k.shape[2], q.shape[2] // k.shape[2]
         dout, out, q = (x.unflatten(2, groups) for x in (dout, out, q))
         p = _exp_minus(scores, lse_bNT.unflatten(1, groups))
         dv = torch.einsum("bkgtj,btkgh->bjkh", p, dout)
-        dp = torch.einsum("btkgh,bjkh->bkgtj", dout, v_bJKH)
+        dp = torch.einsum("btkgh,bjkh->bkgtj", dout, v)
         delta_bKgT = (dout * out).sum(-1).permute(0, 2, 3, 1)
         ds = p * (dp - delta_bKgT[..., None]) * slope
-        dq = torch.einsum("bkgtj,bjkh->btkgh", ds, k_bJKH).flatten(2, 3)
-        return dq, torch.einsum("bkgtj,btkgh->bjkh", ds, q), dv
+        dq = torch.einsum("bkgtj,bjkh->btkgh", ds, k).flatten(2, 3)
+        return dq.to(q_bTNH.dtype), torch.einsum("bkgtj,btkgh->bjkh", ds, q), dv
 
     def _scores(
         self, q_bTNH: Tensor, k_bJKH: Tensor, mask: Tensor | None, scoring: Scoring
@@ -356,36 +331,29 @@ class TorchCPUKernel(LoopingKernel):
         return {"is_causal": part.causal, "attn_mask": mask, "scale": scoring.scale}
 
 
-def _is_one_call(schedule: Schedule, q: Tensor, k: Tensor) -> bool:
+def _is_one_call(parts: list[Rectangles], q: Tensor, k: Tensor) -> bool:
     """Return whether one rectangle covers the call, so that its results need no copy."""
-    if len(schedule.parts) != 1 or schedule.parts[0].number != 1:
+    if len(parts) != 1 or parts[0].number != 1:
         return False
-    return schedule.parts[0].num_queries == len(q) and schedule.parts[0].num_keys == len(k)
+    return parts[0].num_queries == len(q) and parts[0].num_keys == len(k)
 
 
-def _turns(part: Rectangles, q_bTNH: Tensor, k_bJKH: Tensor) -> Iterator[tuple[slice, Tensor | None]]:
-    """Yield runs of queries with at most `MOST_SCORES` scores, or of one query, and the mask of each."""
-    number, num_queries, num_heads, _ = q_bTNH.shape
-    height = max(1, MOST_SCORES // max(1, number * num_heads * k_bJKH.shape[1]))
-    for start in range(0, num_queries, height):
-        rows = slice(start, min(start + height, num_queries))
-        yield rows, _mask_of(part, rows, q_bTNH.device)
+def _turns(part: Rectangles, q: Tensor) -> Iterator[Rectangles]:
+    """Cut a part into those with at most `MOST_SCORES` scores, or of one query. A causal mask is written out."""
+    height = max(1, MOST_SCORES // (part.number * q.shape[1] * part.num_keys))
+    for start in range(0, part.num_queries, height):
+        stop, mask = min(start + height, part.num_queries), part.mask
+        if part.causal:
+            hidden = torch.ones(stop - start, part.num_keys, dtype=torch.bool, device=q.device).triu(1 + start)
+            mask = torch.zeros(hidden.shape, device=q.device).masked_fill_(hidden, float("-inf"))
+        elif mask is not None:
+            mask = mask[..., start:stop, :]
+        yield replace(part, first_query=part.first_query + start, num_queries=stop - start, mask=mask, causal=False)
 
 
-def _mask_of(part: Rectangles, rows: slice, device: torch.device) -> Tensor | None:
-    """Return the mask of some queries of a part, a causal one written out. One row may hold for all of them."""
-    if part.causal:
-        shape = rows.stop - rows.start, part.num_keys
-        hidden = torch.ones(shape, dtype=torch.bool, device=device).triu(1 + rows.start)
-        return torch.zeros(shape, device=device).masked_fill_(hidden, float("-inf"))
-    return part.mask if part.mask is None or part.mask.shape[-2] == 1 else part.mask[..., rows, :]
-
-
-def _add_to_keys(total: Tensor, part: Rectangles, share_bJKH: Tensor, meet: bool) -> None:
+def _add_to_keys(total: Tensor, part: Rectangles, share_bJKH: Tensor) -> None:
     """Add the share of each rectangle to its keys, one after the other if rectangles of a part overlap."""
-    if not meet:
-        part.keys(total).copy_(share_bJKH)
-    elif part.key_step >= part.num_keys or part.number == 1:
+    if part.key_step >= part.num_keys or part.number == 1:
         part.keys(total).add_(share_bJKH)
     else:
         for n, share_JKH in enumerate(share_bJKH):

@@ -65,7 +65,7 @@ class TorchCUDAKernel:
         )
 
     def _window(self, ragged: Ragged, scoring: Scoring) -> dict[str, int]:
-        """Return the window arguments; none without a window, since an older torch lacks them (`takes_window`)."""
+        """Return the window arguments; none without a window."""
         assert scoring.softcap is None, "`tree_attention` refuses a soft-cap on this kernel"
         assert ragged.causal or scoring.window is None, "a window counts from the last key"
         return {} if scoring.window is None else {"window_size_left": scoring.window - 1, "window_size_right": 0}
@@ -230,13 +230,6 @@ def widest_head_dim(kernel: str, device: torch.device) -> int:
     if kernel == "flash_attn_4" and torch.cuda.get_device_capability(device)[0] > 9:
         return FLASH_4_WIDEST_HEAD_DIM_ON_BLACKWELL
     return WIDEST_HEAD_DIM
-
-
-def takes_window() -> bool:
-    """Return whether the CUDA kernels of this torch take a window, in both directions by their schema."""
-    names = ("_flash_attention_forward", "_flash_attention_backward")
-    schemas = [getattr(aten, name).default._schema for name in names]
-    return all("window_size_left" in [argument.name for argument in schema.arguments] for schema in schemas)
 
 
 def cudnn_missing(device: torch.device) -> str | None:

@@ -17,8 +17,11 @@ above holds for out' and lse', and `ds_n = -sum_q exp(s_n - lse') delta`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -36,15 +39,11 @@ class Piece:
     """One varlen call on some rows.
 
     q_rows, k_rows: which rows of q, and of k and v. A slice is free; an index tensor (int64, no repeats) is gathered.
-    in_window: no window hides any of its keys.
-    of_further: whether `k_rows` index the further keys and values of the call, not its own.
     """
 
     q_rows: Rows
     k_rows: Rows
     ragged: Ragged
-    in_window: bool = False
-    of_further: bool = False
 
 
 Call = tuple[Piece, Sequence[Tensor]]  # with the keys and values, (J, K, H) each, of which it reads rows
@@ -54,58 +53,55 @@ class Route(NamedTuple):
     """How attention of U rows is computed: by pieces, perhaps on gathered copies of the rows.
 
     pieces: the first covers every query and every key; the others may cover any. No query sees a key in two pieces.
-    keys: (J,), int64. the rows of k and v that pieces have as keys, which may repeat; None for all, uncopied. With
-        copies, pieces `of_further` index the rows themselves.
-    queries: (T,), int64. the same of q. outputs: (U,), int64. which of these queries each row is.
+    kernel, scoring: of every piece. A window needs whole sequences as entries of the first, and hides no key of others.
+    keys: (J,), int64. the rows of k and v that pieces have as keys, which may repeat; None for all, uncopied.
+    outputs: (U,), int64. If given, the queries are copies too, of the same rows as the keys, and each row is this one.
     """
 
     pieces: Sequence[Piece]
+    kernel: VarlenKernel
+    scoring: Scoring
     keys: Tensor | None = None
-    queries: Tensor | None = None
     outputs: Tensor | None = None
 
 
 def routed_attention(
-    q_UNH: Tensor,
-    k_UKH: Tensor,
-    v_UKH: Tensor,
-    route: Route,
-    kernel: VarlenKernel,
-    scoring: Scoring,
-    sinks_N: Tensor | None = None,
+    q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, route: Route, sinks_N: Tensor | None = None
 ) -> Tensor:
     """Compute attention of every query over the keys of all its pieces, differentiable once.
 
-    scoring: of every piece; a window needs whole sequences as entries of the first, and the others `in_window`.
     sinks_N: (N,), any floating dtype; differentiable like the others.
     Returns (U, N, H), the dtype of q. 16-bit outputs and gradients are merged and added in float32 and rounded once.
     """
-    return _Routed.apply(q_UNH, k_UKH, v_UKH, sinks_N, route, kernel, scoring)
+    if not torch.is_grad_enabled():
+        return route_forward(q_UNH, k_UKH, v_UKH, sinks_N, route)[0]
+    return _Routed.apply(q_UNH, k_UKH, v_UKH, sinks_N, route)
 
 
 class _Routed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *how: Any) -> Tensor:
-        out, lse = route_forward(q, k, v, sinks, *how)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, route: Route) -> Tensor:
+        out, lse = route_forward(q, k, v, sinks, route)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.how = how
+        ctx.route = route
         return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         refuse_batched(dout)
-        return *route_backward(dout, *ctx.saved_tensors, *ctx.how), None, None, None
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        return *route_backward(dout, q, k, v, sinks, out, lse, ctx.route), None
 
 
-def route_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, route: Route, kernel: VarlenKernel, scoring: Scoring
-) -> tuple[Tensor, Tensor]:
+def route_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
     """Compute the output, (U, N, H), and the log-sum-exp, (N, U)."""
-    queries = q if route.queries is None else q.index_select(0, route.queries)
-    out, lse = attention_in_pieces(queries, _keys(route, k, v), route.pieces, kernel, scoring, sinks)
+    if route.keys is not None:
+        k, v = k.index_select(0, route.keys), v.index_select(0, route.keys)
     if route.outputs is None:
-        return out, lse
+        return attention_in_pieces(q, k, v, sinks, route)
+    assert route.keys is not None
+    out, lse = attention_in_pieces(q.index_select(0, route.keys), k, v, sinks, route)
     return out.index_select(0, route.outputs), lse.index_select(1, route.outputs)
 
 
@@ -118,88 +114,55 @@ def route_backward(
     out: Tensor,
     lse: Tensor,
     route: Route,
-    kernel: VarlenKernel,
-    scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute the gradients of q, k, v and the sinks. Copies of rows are made again, and their gradients added up."""
     dsinks = None if sinks is None else _sinks_gradient(dout, out, lse, sinks)
-    queries, keys = q, _keys(route, k, v)
-    if route.queries is not None:
-        assert route.outputs is not None
-        queries, out = (x.index_select(0, route.queries) for x in (q, out))
-        lse = lse.index_select(1, route.queries)
-        dout = sum_rows(dout, route.outputs, len(route.queries))
-    dq, dkeys = _backward_in_pieces(dout, queries, keys, out, lse, route.pieces, kernel, scoring)
-    if route.queries is not None:
-        dq = sum_rows(dq, route.queries, len(q))
-    if route.keys is None:
-        dk, dv = dkeys
+    copies, num_rows = route.keys, len(k)
+    if copies is None:
+        return *_backward_in_pieces(dout, q, k, v, out, lse, route), dsinks
+    k, v = k.index_select(0, copies), v.index_select(0, copies)
+    if route.outputs is None:
+        dq, dk, dv = _backward_in_pieces(dout, q, k, v, out, lse, route)
     else:
-        dk, dv = (sum_rows(grad, route.keys, len(k)) for grad in dkeys[:2])
-        if len(dkeys) > 2:
-            dk, dv = dk + dkeys[2], dv + dkeys[3]
-    return dq, dk, dv, dsinks
-
-
-def _keys(route: Route, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    if route.keys is None:
-        return k, v
-    copies = k.index_select(0, route.keys), v.index_select(0, route.keys)
-    return (*copies, k, v) if any(piece.of_further for piece in route.pieces) else copies
+        dout = sum_rows(dout, route.outputs, len(copies))
+        q, out, lse = q.index_select(0, copies), out.index_select(0, copies), lse.index_select(1, copies)
+        dq, dk, dv = _backward_in_pieces(dout, q, k, v, out, lse, route)
+        dq = sum_rows(dq, copies, num_rows)
+    return dq, sum_rows(dk, copies, num_rows), sum_rows(dv, copies, num_rows), dsinks
 
 
 def attention_in_pieces(
-    q_UNH: Tensor,
-    keys: Sequence[Tensor],
-    pieces: Sequence[Piece],
-    kernel: VarlenKernel,
-    scoring: Scoring,
-    sinks_N: Tensor | None,
+    q_UNH: Tensor, k_JKH: Tensor, v_JKH: Tensor, sinks_N: Tensor | None, route: Route
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention over pieces, without a gradient. keys: and values, (J, K, H) each; perhaps further ones.
+    """Compute attention over pieces, without a gradient.
 
     Returns (U, N, H), the dtype of q, and the log-sum-exp (N, U).
     """
-    assert scoring.window is None or all(piece.in_window for piece in pieces[1:]), (
-        "a window needs the distance from a query to its keys, which a piece does not know"
-    )
-    first, *rest = pieces
-    own = kernel.forward(q_UNH, keys[0], keys[1], first.ragged, scoring)
-    return merged_pieces(q_UNH, own, [(piece, _keys_of(piece, keys)) for piece in rest], kernel, scoring, sinks_N)
+    first, *rest = route.pieces
+    own = route.kernel.forward(q_UNH, k_JKH, v_JKH, first.ragged, route.scoring)
+    calls = [*zip(rest, repeat((k_JKH, v_JKH)), strict=False)]
+    return merged_pieces(q_UNH, own, calls, route.kernel, route.scoring, sinks_N)
 
 
 def _backward_in_pieces(
-    dout: Tensor,
-    q: Tensor,
-    keys: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    pieces: Sequence[Piece],
-    kernel: VarlenKernel,
-    scoring: Scoring,
-) -> tuple[Tensor, list[Tensor]]:
-    """Add up the shares of the pieces, each given the merged out and lse. Returns the gradients of q and of `keys`."""
-    first, *rest = pieces
-    grads = kernel.backward(dout, q, keys[0], keys[1], out, lse, first.ragged, scoring)
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, route: Route
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add up the shares of the pieces, each given the merged out and lse. Returns the gradients of q, k and v."""
+    first, *rest = route.pieces
+    grads = route.kernel.backward(dout, q, k, v, out, lse, first.ragged, route.scoring)
     # One more share is one sum a number, which torch adds in float32 and rounds once.
     wide = lse.dtype if len(rest) > 1 else q.dtype
-    dq, dkeys = grads[0].to(wide), [grad.to(wide) for grad in grads[1:]]
-    dkeys += [torch.zeros_like(x, dtype=wide) for x in keys[2:]]
-    unlimited = replace(scoring, window=None)
+    totals = [grad.to(wide) for grad in grads]
+    unlimited = route.scoring.without_window
     for piece in rest:
-        dout_piece, q_piece, out_piece = (rows_of(x, piece.q_rows) for x in (dout, q, out))
-        k_piece, v_piece = (rows_of(x, piece.k_rows) for x in _keys_of(piece, keys))
-        lse_piece = rows_of(lse.t(), piece.q_rows).t()
-        shares = kernel.backward(dout_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, piece.ragged, unlimited)
-        rows = piece.q_rows, piece.k_rows, piece.k_rows
-        for total, of_piece, share in zip((dq, *_keys_of(piece, dkeys)), rows, shares, strict=True):
-            _add(total, of_piece, share)
-    return dq.to(q.dtype), [grad.to(q.dtype) for grad in dkeys]
-
-
-def _keys_of(piece: Piece, keys: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the keys and values that a piece reads: those of the call, or the further ones after them."""
-    return keys[-2:] if piece.of_further else keys[:2]
+        dout_piece, q_piece, out_piece, lse_piece = rows_of(piece.q_rows, dout, q, out, lse.t())
+        k_piece, v_piece = rows_of(piece.k_rows, k, v)
+        of_piece = dout_piece, q_piece, k_piece, v_piece, out_piece, lse_piece.t()
+        shares = route.kernel.backward(*of_piece, piece.ragged, unlimited)
+        for total, rows, share in zip(totals, (piece.q_rows, piece.k_rows, piece.k_rows), shares, strict=True):
+            _add(total, rows, share)
+    dq, dk, dv = totals
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
 def merged_pieces(
@@ -219,10 +182,9 @@ def merged_pieces(
     out, lse = first
     # One merge computes in float32 and rounds once, whatever `out` is. Between several, nothing is rounded.
     merged = out.to(lse.dtype) if len(rest) + (sinks_N is not None) > 1 else out
-    unlimited = replace(scoring, window=None)
     for piece, keys in rest:
-        q, (k, v) = rows_of(q_UNH, piece.q_rows), (rows_of(x, piece.k_rows) for x in keys)
-        merge_piece(merged, lse, piece.q_rows, *kernel.forward(q, k, v, piece.ragged, unlimited))
+        (q,), (k, v) = rows_of(piece.q_rows, q_UNH), rows_of(piece.k_rows, *keys)
+        merge_piece(merged, lse, piece.q_rows, *kernel.forward(q, k, v, piece.ragged, scoring.without_window))
     if sinks_N is not None:
         merge_sinks(merged, lse, sinks_N)
     return merged.to(q_UNH.dtype), lse
@@ -245,8 +207,11 @@ def _sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Te
     return -(torch.exp(sinks[:, None].to(lse.dtype) - lse) * delta_NU).sum(1).to(sinks.dtype)
 
 
-def rows_of(x: Tensor, rows: Rows) -> Tensor:
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+def rows_of(rows: Rows, *tensors: Tensor) -> Iterator[Tensor]:
+    """Yield these rows of each tensor."""
+    take: Callable[[Tensor], Tensor]
+    take = itemgetter(rows) if isinstance(rows, slice) else partial(torch.index_select, dim=0, index=rows)
+    return map(take, tensors)
 
 
 def _add(total: Tensor, rows: Rows, share: Tensor) -> None:
@@ -291,8 +256,3 @@ def _fold_rows(out_UNH: Tensor, lse_UN: Tensor, rows_T: Tensor, piece_out_TNH: T
     _fold(out_TNH, lse_TN, piece_out_TNH, piece_lse_TN)
     out_UNH.index_copy_(0, rows_T, out_TNH)
     lse_UN.index_copy_(0, rows_T, lse_TN)
-
-
-def onto_copies(own: Piece, later: Piece | None) -> list[Piece]:
-    """List a call of all queries onto keys gathered for them, and perhaps one more onto keys that were not."""
-    return [own, *([replace(later, of_further=True)] if later else [])]

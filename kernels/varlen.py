@@ -28,7 +28,6 @@ from radixtrain.kernels.flash import (
     FlashAttnKernel,
     TorchCUDAKernel,
     cudnn_missing,
-    takes_window,
     unfit_device,
     widest_head_dim,
 )
@@ -70,7 +69,7 @@ PACKAGES = {
 class KernelCall:
     """What a kernel has to take.
 
-    softcap, window, sinks: whether scores are soft-capped, a sliding window binds, heads have sinks.
+    softcap, window: whether scores are soft-capped, a sliding window binds.
     """
 
     device: torch.device
@@ -78,7 +77,6 @@ class KernelCall:
     head_dim: int
     softcap: bool = False
     window: bool = False
-    sinks: bool = False
 
 
 def varlen_kernel(name: str, device: torch.device) -> VarlenKernel:
@@ -113,8 +111,6 @@ def varlen_refusal(kernel: str, call: KernelCall) -> str | None:
     widest = widest_head_dim(kernel, call.device)
     if call.head_dim > widest or call.head_dim % 8:
         return f"takes head dims that are multiples of 8 up to {widest}, got {call.head_dim}"
-    if kernel in ("torch", "cudnn") and call.window and not takes_window():
-        return f"takes no sliding window in torch {torch.__version__}"
     return None
 
 

@@ -10,7 +10,8 @@ returns exactly this piece's share of dq, dk and dv (`merge_attention.py` says w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,11 @@ class Scoring:
     scale: float
     softcap: float | None = None
     window: int | None = None
+
+    @cached_property
+    def without_window(self) -> Scoring:
+        """Return the same for calls whose keys no window hides."""
+        return replace(self, window=None)
 
     def of(self, products: Tensor) -> Tensor:
         """Turn the products `q k^T` into scores, differentiable."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.collators.steps import StepCollator
     from radixtrain.generation.cache import RadixCache
     from radixtrain.generation.generate import generate
-    from radixtrain.generation.prefill import score_completions
+    from radixtrain.generation.score import score_completions
     from radixtrain.hf.guards.code import position_wise
     from radixtrain.hf.predicting_rows import step_losses
     from radixtrain.hf.share import restore_model, share_prefixes, sharing_report
@@ -55,7 +55,7 @@ _HOMES = {
     "log_sharing": "radixtrain.plugins.trainer_callback",
     "position_wise": "radixtrain.hf.guards.code",
     "restore_model": "radixtrain.hf.share",
-    "score_completions": "radixtrain.generation.prefill",
+    "score_completions": "radixtrain.generation.score",
     "share_prefixes": "radixtrain.hf.share",
     "sharing_report": "radixtrain.hf.share",
     "step_losses": "radixtrain.hf.predicting_rows",

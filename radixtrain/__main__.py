@@ -20,25 +20,24 @@ from typing import Any
 
 from radixtrain import __version__
 from radixtrain.commands import COMMANDS, EVALUATING
-from radixtrain.commands.help import help_text, topic_of
 from radixtrain.cores import share_cores
-from radixtrain.errors import EndedElsewhere, Stopped, UsageError, UserError, did_you_mean
+from radixtrain.errors import EndedElsewhere, Stopped, UsageError, UserError, did_you_mean, handling
 from radixtrain.training.devices.launcher_env import check_started, default_devices, launcher_env
 from radixtrain.versions import FIT, OLDEST, check_versions
+
+HELP = {"--help", "-h", "--help_all"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. What the user can fix is one line on stderr, not a traceback."""
     _open_screen()
-    before = _handle_early_signals() if sys.argv[1:2] == ["fit"] and argv is None else {}
     try:
-        return _answer(list(sys.argv[1:] if argv is None else argv))
+        with handling(_early_handlers() if sys.argv[1:2] == ["fit"] and argv is None else {}):
+            return _answer(list(sys.argv[1:] if argv is None else argv))
     except Stopped as stop:
         sys.stderr.write(f"{stop}\n" if str(stop) else "")  # as requested: not an error
         return stop.code
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         atexit.unregister(_leave)
         atexit.register(_leave)  # what is registered last is called first
 
@@ -54,23 +53,16 @@ def _open_screen() -> None:
                 stream.reconfigure(errors="replace")
 
 
-def _handle_early_signals() -> dict[int, Any]:
-    """End with a line at SIGTERM and SIGHUP until a run handles them itself; SIGUSR1 and SIGUSR2 have nothing to save.
-
-    An ignored signal stays ignored. Returns the previous handlers.
-    """
+def _early_handlers() -> dict[int, Any]:
+    """End with a line at SIGTERM and SIGHUP until a run handles them itself; there is nothing to save at SIGUSR1."""
 
     def stop(number: int, frame: object) -> None:
         line = f"stopped by {signal.Signals(number).name} before the run began; nothing was saved"
         raise Stopped(line if os.environ.get("LOCAL_RANK", "0") == "0" else "", 128 + number)
 
-    handlers: dict[int, Any] = {signal.SIGTERM: stop, signal.SIGHUP: stop}
-    handlers |= dict.fromkeys((signal.SIGUSR1, signal.SIGUSR2), lambda *_: None)
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in handlers}
-    changed = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
-    for number in changed:
-        signal.signal(number, handlers[number])
-    return changed
+    def go_on(number: int, frame: object) -> None: ...
+
+    return {signal.SIGTERM: stop, signal.SIGHUP: stop, signal.SIGUSR1: go_on, signal.SIGUSR2: go_on}
 
 
 def _leave() -> None:
@@ -96,10 +88,11 @@ def _answer(arguments: list[str]) -> int:
         return _fail(UsageError(_no_command(arguments[0])))
     if arguments[0] == "run":  # needs nothing but the core, and leaves the rest of the line to the program
         return _run_program(arguments[1:])
-    topic = topic_of(arguments[1:])
-    if topic is None:
+    if not HELP & {*arguments}:
         return _run(arguments)
-    sys.stdout.write(help_text(arguments[0], topic))
+    from radixtrain.commands.help import help_text, topic_of  # here, since a run does not need it
+
+    sys.stdout.write(help_text(arguments[0], topic_of(arguments[1:])))
     return 0
 
 

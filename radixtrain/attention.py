@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,6 @@ from radixtrain.kernels.merge_attention import (
     Piece,
     Route,
     merged_pieces,
-    onto_copies,
     route_backward,
     route_forward,
     routed_attention,
@@ -55,7 +55,7 @@ PREFERRED_ON_CUDA = ("flash_attn_3", "flash_attn_4", "flash_attn", "torch", "eff
 # 8 padded rows took 0.373 s with it, packed ones 0.377 s with version 4 (recipes/benchmarks/2026-11-27-h200-3f31f96-
 # second.md). A kernel that is named computes every batch.
 AS_FAST_AS_TORCH = ("torch", "flash_attn_3", "flash_attn_4")
-Routed = tuple[Route, VarlenKernel, Scoring]
+FORM = attrgetter("shape", "dtype", "device")
 logger = logging.getLogger(__name__)
 
 
@@ -120,17 +120,8 @@ def tree_attention(
         operator = torch.ops.radixtrain.tree_attention
         out: Tensor = operator(query, key, value, sinks, layout.host, layout.rows, *options)[0]
         return out
-    choice, scoring, later = request = _requested(query, key, value, sinks, layout, options)
-    if choice.strategy == "tree":
-        return flex_tree_attention(query, key, value, layout.block_mask(scoring.window), scoring, sinks)
-    if choice.strategy == "reference":
-        seen = _seen(layout, scoring.window, later is not None)
-        return reference_attention(query, key, value, seen, scoring, sinks)
-    is_torch = choice.kernel == "torch" or (kernel == "auto" and choice.kernel in AS_FAST_AS_TORCH)
-    is_plain = is_torch and sinks is None and later is None and softcap is None
-    if choice.strategy == "cascade" and is_plain and layout.even_shape is not None:
-        return _batched_attention(query, key, value, layout.even_shape, factor)
-    return routed_attention(query, key, value, *_routed(key, value, layout, request), sinks)
+    attend = _made_once(_way, query, key, value, sinks, layout, options)
+    return attend(query, key, value, sinks_N=sinks)
 
 
 class Options(NamedTuple):
@@ -145,23 +136,34 @@ class Options(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What computes an attention. later: the call onto later rows of the same block, if there is one."""
+    """What computes an attention.
+
+    later: the call onto later rows of the same block, if there is one. is_plain: whether torch's own attention computes
+    the same, and as fast.
+    """
 
     choice: AttentionChoice
     scoring: Scoring
     later: Piece | None
+    is_plain: bool
 
 
-def _requested(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: TreeLayout, options: Options
-) -> Request:
-    """Check what a layer asks for and choose what computes it, once for all layers that ask for the same."""
+def _made_once(
+    make: Callable[[TreeLayout, Request], Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    layout: TreeLayout,
+    options: Options,
+) -> Any:
+    """Check what a layer asks for, choose what computes it and make this, once for all layers that ask for the same."""
     tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
-    asked = options, *[(x.shape, x.dtype, x.device) for x in tensors]
-    found: Request | None = layout.requests.get(asked)
-    if found is None:
-        found = layout.requests[asked] = _checked(query, key, value, sinks, layout, options)
-    return found
+    asked = make, options, *map(FORM, tensors)
+    made = layout.ways.get(asked)
+    if made is None:
+        made = layout.ways[asked] = make(layout, _checked(query, key, value, sinks, layout, options))
+    return made
 
 
 def _checked(
@@ -170,33 +172,52 @@ def _checked(
     attention, kernel, scale, softcap, window, both_ways = options
     _check_tensors(query, key, value, layout.num_rows, layout.device)
     _check_modifiers(query, softcap, window, sinks)
-    scoring = _scoring(scale, softcap, window, layout.max_seqlen)
+    binds = window is not None and window < layout.max_seqlen
+    scoring = Scoring(scale, softcap, window if binds else None)
     blocks = layout.blocks if both_ways else None
     if blocks is not None and attention not in ("auto", *WITH_BLOCKS):
         raise UserError(
             f"attention={attention!r} only attends backwards, and the images of this batch attend in both directions: "
             f"use auto, cascade or path"
         )
-    choice = _chosen(attention, kernel, query, scoring, sinks)
-    return Request(choice, scoring, None if blocks is None else blocks.later)
+    choice = _chosen(attention, kernel, query, scoring)
+    is_fast = choice.kernel == "torch" or (kernel == "auto" and choice.kernel in AS_FAST_AS_TORCH)
+    is_plain = choice.strategy == "cascade" and is_fast and sinks is None and blocks is None and softcap is None
+    return Request(choice, scoring, None if blocks is None else blocks.later, is_plain)
 
 
-def _routed(key: Tensor, value: Tensor, layout: TreeLayout, request: Request) -> Routed:
-    """Return the pieces that compute a request, the kernel of all of them, and how it scores."""
-    choice, scoring, later = request
-    kernel = _kernel("eager" if choice.kernel == "none" else choice.kernel, key.device)
+def _way(layout: TreeLayout, request: Request) -> Callable[..., Tensor]:
+    """Return the function of query, key, value and sinks_N that computes a request."""
+    choice, scoring, later, is_plain = request
+    if choice.strategy == "tree":
+        return partial(flex_tree_attention, mask=layout.block_mask(scoring.window), scoring=scoring)
+    if choice.strategy == "reference":
+        return partial(reference_attention, mask_UU=_seen(layout, scoring.window, later is not None), scoring=scoring)
+    if is_plain and layout.even_shape is not None:
+        return partial(_batched_attention, shape=layout.even_shape, scale=scoring.scale)
+    return partial(routed_attention, route=_routed(layout, request))
+
+
+def _routed(layout: TreeLayout, request: Request) -> Route:
+    """Return the pieces that compute a request, and their kernel."""
+    choice, scoring, later, _ = request
+    kernel = _kernel("eager" if choice.kernel == "none" else choice.kernel, layout.device)
     if choice.strategy == "cascade":
-        return Route((*_pieces_of(layout, key, value), *([later] if later else []))), kernel, scoring
+        return Route((*layout.pieces, *([later] if later else [])), kernel, scoring)
     if choice.strategy == "path":
-        return Route(onto_copies(layout.paths, later), layout.path_keys), kernel, scoring
+        further = [layout.onto_paths(later)] if later else []
+        return Route((layout.paths, *further), kernel, scoring, layout.path_keys)
     if choice.strategy == "expand":
-        tokens = layout.inverse_indices
-        return Route((layout.sequences,), tokens, tokens, layout.gather_indices), kernel, scoring
+        return Route((layout.sequences,), kernel, scoring, layout.inverse_indices, layout.gather_indices)
     # A compiled graph has no autograd inside an operator: there the eager kernel computes under the explicit mask.
     hidden = ~_seen(layout, scoring.window, later is not None)
+    return Route((_masked(hidden),), kernel, scoring.without_window)
+
+
+def _masked(hidden: Tensor) -> Piece:
+    """Return the call of all queries onto all keys but the hidden ones. hidden: (queries, keys), bool."""
     mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
-    everything = Piece(slice(None), slice(None), replace(Ragged.whole(*mask.shape), masks=(mask,)))
-    return Route((everything,)), kernel, replace(scoring, window=None)
+    return Piece(slice(None), slice(None), replace(Ragged.whole(*mask.shape), masks=(mask,)))
 
 
 def _seen(layout: TreeLayout, window: int | None, both_ways: bool) -> Tensor:
@@ -222,8 +243,8 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, host: Tensor, rows: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
     _launches[host.data_ptr()] += 1
-    how = _routed_in_graph(query, key, value, sinks, host, rows, options)
-    out, lse = route_forward(query, key, value, sinks, *how)
+    route = _made_once(_routed, query, key, value, sinks, _decoded(host, rows), Options(*options))
+    out, lse = route_forward(query, key, value, sinks, route)
     return out.contiguous(), lse.contiguous()
 
 
@@ -241,16 +262,9 @@ def _backward(
     *options: Any,
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of query, key, value and sinks; the last one is empty without sinks."""
-    how = _routed_in_graph(query, key, value, sinks, host, rows, options)
-    dq, dk, dv, dsinks = route_backward(dout, query, key, value, sinks, out, lse, *how)
+    route = _made_once(_routed, query, key, value, sinks, _decoded(host, rows), Options(*options))
+    dq, dk, dv, dsinks = route_backward(dout, query, key, value, sinks, out, lse, route)
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), dout.new_empty(0) if dsinks is None else dsinks
-
-
-def _routed_in_graph(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, host: Tensor, rows: Tensor, options: Sequence[Any]
-) -> Routed:
-    layout = _decoded(host, rows)
-    return _routed(key, value, layout, _requested(query, key, value, sinks, layout, Options(*options)))
 
 
 @torch.library.register_fake("radixtrain::tree_attention", lib=OPERATORS)
@@ -320,10 +334,9 @@ def continued_attention(
     if window is not None:
         return _continued_in_window(query, key, value, layout, shared, depths, Scoring(scale, softcap, window), sinks)
     options = Options("cascade", "auto", scale, softcap, None, False)
-    request = _requested(query, key, value, None, layout, options)
-    route, kernel, scoring = _routed(key, value, layout, request)
-    first = route_forward(query, key, value, None, route, kernel, scoring)
-    return merged_pieces(query, first, [each.call for each in shared], kernel, scoring, sinks)[0]
+    route = _made_once(_routed, query, key, value, None, layout, options)
+    first = route_forward(query, key, value, None, route)
+    return merged_pieces(query, first, [each.call for each in shared], route.kernel, route.scoring, sinks)[0]
 
 
 def _continued_in_window(
@@ -344,14 +357,10 @@ def _continued_in_window(
         is_reader = torch.zeros(len(query), 1, dtype=torch.bool, device=query.device)
         is_reader[each.readers.rows] = True
         seen.append(is_reader & (depths[:, None] - places < scoring.window))
-    hidden = ~torch.cat(seen, 1)
-    mask = torch.zeros(hidden.shape, device=query.device).masked_fill_(hidden, float("-inf"))
-    whole = replace(Ragged.whole(*mask.shape), masks=(mask,))
     keys = torch.cat([key, *(each.keys for each in shared)])
     values = torch.cat([value, *(each.values for each in shared)])
-    kernel, scoring = _kernel("eager", query.device), replace(scoring, window=None)
-    first = kernel.forward(query, keys, values, whole, scoring)
-    return merged_pieces(query, first, (), kernel, scoring, sinks)[0]
+    route = Route((_masked(~torch.cat(seen, 1)),), _kernel("eager", query.device), scoring.without_window)
+    return route_forward(query, keys, values, sinks, route)[0]
 
 
 @torch.no_grad()
@@ -374,52 +383,48 @@ def decoding_attention(
     Returns (U, N, H), the dtype of query.
     """
     scoring = Scoring(scale, softcap)
-    kernel = _kernel(_chosen("auto", "auto", query, scoring, sinks).kernel, query.device)
+    kernel = _kernel(_chosen("auto", "auto", query, scoring).kernel, query.device)
     first = attention_to_own(query, *own, mask, kernel, scoring)
     return merged_pieces(query, first, [each.call for each in shared], kernel, scoring, sinks)[0]
 
 
-def _batched_attention(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int], scale: float) -> Tensor:
+def _batched_attention(
+    query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int], scale: float, sinks_N: None
+) -> Tensor:
     """Attend within sequences of one length that share nothing: a batch takes 0.5 to 0.65 of the time of rows."""
     q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _scoring(scale: float, softcap: float | None, window: int | None, max_seqlen: int) -> Scoring:
-    """Describe how scores are made. A window that no sequence exceeds is left out."""
-    return Scoring(scale, softcap, window if window is not None and window < max_seqlen else None)
-
-
-def _chosen(attention: str, kernel: str, query: Tensor, scoring: Scoring, sinks: Tensor | None) -> AttentionChoice:
+def _chosen(attention: str, kernel: str, query: Tensor, scoring: Scoring) -> AttentionChoice:
     """Choose the strategy and kernel for these scores, which are logged once, in one line; as a warning if slow."""
-    modifiers = {
-        "softcap": scoring.softcap is not None,
-        "window": scoring.window is not None,
-        "sinks": sinks is not None,
-    }
-    choice = choose_attention(attention, kernel, query.device, query.dtype, query.shape[-1], **modifiers)
+    form, modifiers = (query.device, query.dtype, query.shape[-1]), (scoring.softcap, scoring.window)
+    choice = choose_attention(attention, kernel, *form, *(each is not None for each in modifiers))
     if choice[:2] not in _LOGGED:
         _LOGGED.add(choice[:2])
         logger.log(logging.WARNING if choice.is_slow else logging.INFO, "%s", choice)
     return choice
 
 
+@lru_cache(maxsize=64)  # every layer requests the same
 def choose_attention(
-    attention: str, kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, **modifiers: bool
+    attention: str,
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    softcap: bool = False,
+    window: bool = False,
 ) -> AttentionChoice:
     """Resolve `auto`, or check what was requested by name.
 
-    modifiers: as in `KernelCall`; False if left out.
+    softcap, window: as in `KernelCall`.
 
     Raises UserError for an unknown name, for a named kernel that is not installed or does not take this device, dtype,
     head dim or modifier, for `cascade` if a window binds, and for what `tree` does not take.
     """
-    return _choice(attention, kernel, KernelCall(device, dtype, head_dim, **modifiers))
-
-
-@lru_cache(maxsize=64)  # every layer requests the same
-def _choice(attention: str, kernel: str, call: KernelCall) -> AttentionChoice:
+    call = KernelCall(device, dtype, head_dim, softcap, window)
     if attention not in ("auto", *STRATEGIES):
         raise UserError(f"attention must be auto, {', '.join(STRATEGIES)}; got {attention!r}")
     if kernel not in ("auto", *KERNELS):
@@ -474,20 +479,6 @@ def _choose_kernel(kernel: str, call: KernelCall) -> tuple[str, str]:
 @lru_cache(maxsize=16)
 def _kernel(name: str, device: torch.device) -> VarlenKernel:
     return varlen_kernel(name, device)
-
-
-def _pieces_of(layout: TreeLayout, key: Tensor, value: Tensor) -> tuple[Piece, ...]:
-    """Return the calls of `cascade`. On the host a mask hides one branch from another only if all rows are finite."""
-    isolate = key.device.type == "cpu" and not _all_finite(key, value)
-    return layout.separate_pieces if isolate else layout.pieces
-
-
-def _all_finite(key: Tensor, value: Tensor) -> bool:
-    """Return whether a mask can hide rows: 0 x NaN is NaN, so a row with a NaN would break the others of its call.
-
-    A sum is one pass and carries what is not finite. One that overflows costs only time.
-    """
-    return bool(torch.isfinite(key.sum() + value.sum()))
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, num_rows: int, device: torch.device) -> None:

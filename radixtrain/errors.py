@@ -1,7 +1,8 @@
 """Errors that a user can fix: the command line prints one line and exits with code 1, or 2 for a `UsageError`."""
 
 import logging
-from collections.abc import Iterable, Iterator
+import signal
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -40,6 +41,20 @@ class Stopped(BaseException):
     def __init__(self, message: str, code: int):
         super().__init__(message)
         self.code = code
+
+
+@contextmanager
+def handling(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """Handle signals by these functions within, and as before afterwards. A signal that was ignored stays ignored."""
+    before = {number: signal.getsignal(number) for number in handlers}
+    changed = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    for number in changed:
+        signal.signal(number, handlers[number])
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, before[number] or signal.SIG_DFL)
 
 
 class EndedElsewhere(Exception):

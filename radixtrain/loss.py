@@ -134,7 +134,7 @@ def clipped_policy_loss(
     """Sum `-w_p min(r_p A_p, clip(r_p, 1 - epsilon, 1 + epsilon_high) A_p)`, r_p = exp(logprob_p - old_logprob_p).
 
     logprobs: (P,). of the policy that is trained, from `linear_logprobs` or `logits_logprobs`.
-    advantages, loss_weights: (P,), float. A_p and w_p: as a `RadixInputs` has them.
+    advantages, loss_weights: (P,), float. A_p and w_p.
     old_logprobs: (P,), float. by the policy that sampled; None if that is the current policy.
         Then every ratio is 1, and its gradient is that of the log-probability.
     epsilon_high: by default epsilon.

@@ -16,10 +16,11 @@ python recipes/convert_rollouts.py < runs.jsonl > rows.jsonl
 | ART | `messages_and_choices`, or `trajectories` with them | each history, as a chat |
 
 A row of tokens has `input_ids`, `mask` (1 for a token that the model sampled) and, if the store has them,
-`old_logprobs` and `advantages`. `fit` ignores the former and refuses the latter: leave them out by
-`data.columns: {advantages: null}`. A call without a parent continues the longest earlier call with whose tokens its
-prompt begins. Of a run's sequences those without a sampled token are left out. Images, a run without tokens and one
-that ended in an error are refused: take them out first, as well as runs that should not be imitated.
+`old_logprobs` and `advantages`. What several paths share has a `mask` of 1 in the first of their rows only. `fit`
+ignores the logprobs and refuses the advantages: leave them out by `data.columns: {advantages: null}`. A call without a
+parent continues the longest earlier call with whose tokens its prompt begins. Of a run's sequences those without a
+sampled token are left out. Images, a run without tokens and one that ended in an error are refused: take them out
+first, as well as runs that should not be imitated.
 """
 
 import json
@@ -124,13 +125,20 @@ def paths(items, store):
         if any(link.get("type") == "compaction_attempt" for link in item.get("semantic_parents") or [])
     }
     leaves = [place for place in range(len(items)) if place not in {*parents, *(lost - accepted)}]
-    rows = []
+    rows, trained = [], set()
     for leaf in leaves:
         path = [leaf]
         while (parent := parents[path[0]]) is not None:
             path.insert(0, parent)
-        rows.append(joined([pieces[place] for place in path]) if store.parent else joined(added(pieces, path)))
+        own = [pieces[place] for place in path] if store.parent else added(pieces, path)
+        rows.append(joined([without_loss(x) if at in trained else x for at, x in zip(path, own, strict=True)]))
+        trained.update(path)
     return [row for row in rows if any(row["mask"])]
+
+
+def without_loss(piece):
+    """Return what an earlier row trains, as context."""
+    return {**piece, "mask": [0] * len(piece["mask"]), "old_logprobs": None, "advantages": None}
 
 
 def named_parents(items, store):

@@ -48,8 +48,8 @@ def main() -> None:
 
     choices = sorted(set(answers))
     choice_ids = tokenizer(choices, add_special_tokens=False)["input_ids"]
-    scores = score_completions(model, encoded(prompts)["input_ids"], choice_ids)
-    chosen = [choices[max(range(len(choices)), key=lambda place: each[place].logprob)] for each in scores]
+    scores = score_completions(model, encoded(prompts)["input_ids"], [choice_ids] * len(prompts))
+    chosen = [choices[max(range(len(choices)), key=lambda place: sum(each[place]))] for each in scores]
     print(f"{len(choices)} choices for each prompt: {share_of_equal(chosen, answers):.1%} are right\n")
 
     cache, chat = RadixCache(max_tokens=100_000), prompts[0][:-1]

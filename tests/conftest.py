@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import tiny
-import tiny_models
 import torch
-from families import write_families_table
-from forked import NOT_OURS, Run, Server
 from hypothesis import settings
+
+from tests.claims.equivalence.families_page import write_families_table
+from tests.support import models
+from tests.support.processes import NOT_OURS, Run, Server
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
@@ -71,7 +72,7 @@ def hooks_that_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code of tests in a model, by which one call waits for another, fails or counts, counts as of a known package."""
     from radixtrain.hf.guards import code
 
-    monkeypatch.setattr(code, "KNOWN", code.KNOWN | {"tests", "answers", "hybrids"})
+    monkeypatch.setattr(code, "KNOWN", code.KNOWN | {"tests"})
 
 
 @pytest.fixture
@@ -95,13 +96,13 @@ def without_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tiny_qwen3() -> "Callable[..., Qwen3ForCausalLM]":
     """`tiny_qwen3(seed=0, **changes)`: two layers, grouped heads, random weights of order one."""
-    return tiny_models.tiny_qwen3
+    return models.tiny_qwen3
 
 
 @pytest.fixture(scope="session")
 def tiny_hybrid() -> Callable[..., Any]:
     """`tiny_hybrid(kind)`, of "Qwen3.5", "Bamba" or "LFM2": a layer with a recurrent state and one that attends."""
-    return tiny_models.tiny_hybrid
+    return models.tiny_hybrid
 
 
 def chats(count: int) -> list[dict[str, Any]]:

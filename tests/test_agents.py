@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import cases
 from torch.utils.data import IterableDataset
-from trainer_harness import settings
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -28,6 +26,8 @@ from transformers import (
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.hf.sharing_report import _warn, warn_of_rounding
+from tests.support import cases
+from tests.support.trainers import settings
 
 PAGE = (Path(__file__).resolve().parents[1] / "AGENTS.md").read_text(encoding="utf-8")
 SHARE, REPORT, VERIFY = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -47,8 +47,10 @@ class Stream(IterableDataset):
         return iter(ROWS)
 
 
-def train(tmp_path: Path, model: Any, rows: Any = ROWS, **options: Any) -> Trainer:
-    args = TrainingArguments(**settings(tmp_path, max_steps=1))
+def train(
+    tmp_path: Path, model: Any, rows: Any = ROWS, neftune_noise_alpha: float | None = None, **options: Any
+) -> Trainer:
+    args = TrainingArguments(**settings(tmp_path, max_steps=1), neftune_noise_alpha=neftune_noise_alpha)
     return Trainer(model=model, args=args, train_dataset=rows, data_collator=RadixCollator(), **options)
 
 
@@ -67,9 +69,7 @@ def with_dropout_of_the_configuration() -> Any:
     return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=32, attn_pdrop=0.0))
 
 
-def noisy(model: Any) -> Any:
-    model.get_input_embeddings().neftune_noise_alpha = 5.0  # as Trainer sets it
-    return model.train()
+IDS = torch.tensor([[1, 2, 3], [1, 2, 4]])
 
 
 # In the order of the page: what a message is for.
@@ -82,10 +82,10 @@ MISTAKES: list[Mistake | list[Mistake]] = [
         folder, share_prefixes(AutoModelForSequenceClassification.from_config(model().config))
     ).train(),
     [
-        lambda model, folder: share_prefixes(adapted(model())),
-        lambda model, folder: share_prefixes(with_dropout_of_the_configuration()),
+        lambda model, folder: train(folder, share_prefixes(adapted(model()))).train(),
+        lambda model, folder: share_prefixes(with_dropout_of_the_configuration())(IDS, use_cache=False),
+        lambda model, folder: train(folder, share_prefixes(model()), neftune_noise_alpha=5.0).train(),
     ],
-    lambda model, folder: share_prefixes(noisy(model()))(torch.tensor([[1, 2, 3], [1, 2, 4]]), use_cache=False),
     lambda model, folder: sharing_report(model()),
     lambda model, folder: train(
         folder, share_prefixes(model()), eval_dataset=ROWS, compute_metrics=lambda found: {}
@@ -175,9 +175,11 @@ print("DTYPES", dtypes, {DTYPES})
 def test_the_check_of_equality_runs(
     bfloat16_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from datasets import Dataset
+
     load = AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: load(bfloat16_model))
-    exec(compile(VERIFY, "AGENTS.md", "exec"), {"AutoModelForCausalLM": AutoModelForCausalLM, "rows": ROWS})
+    exec(compile(VERIFY, "AGENTS.md", "exec"), {"rows": Dataset.from_list(ROWS)})
     assert "equal" in capsys.readouterr().out
 
 

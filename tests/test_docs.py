@@ -20,8 +20,6 @@ from typing import Any, Literal, get_args, get_origin
 import numpy as np
 import pytest
 import yaml
-from byte_tokenizer import byte_tokenizer
-from tiers import FULL
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import radixtrain
@@ -38,6 +36,8 @@ from radixtrain.errors import UserError
 from radixtrain.settings.commands import Doctor, Export, RunSettings, Verify
 from radixtrain.settings.fields import Key, parts_of
 from radixtrain.training.answers.evaluate_generation import load_metric
+from tests.support import FULL
+from tests.support.batches import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))
@@ -76,7 +76,7 @@ def options_of(info: str) -> dict[str, Any]:
 
 def converted(log: str, row: dict[str, Any]) -> str:
     """What a program of recipes/logs prints of a row."""
-    program = ROOT / f"recipes/logs/{log.lower()}_log.py"
+    program = ROOT / f"recipes/logs/{'openai' if log == 'Completions' else log.lower()}_log.py"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "stdin", io.StringIO(json.dumps(row)))
         patched.setattr(sys, "stdout", io.StringIO())
@@ -190,6 +190,7 @@ CHANGED: list[tuple[str, dict[str, Any], str]] = [
     ("OpenAI", {"output": [{"type": "web_search_call", "id": "1"}]}, "no place for an item of the type web_search"),
     ("OpenAI", {"input": [{"role": "user", "content": [IMAGE]}]}, "found 'input_image'; only text is read"),
     ("OpenAI", {"previous_response_id": "r"}, "the history is in another row"),
+    ("Completions", {"response": {"choices": [{"finish_reason": "length", "message": SAID}]}}, "an answer was cut off"),
 ]  # fmt: skip
 
 
@@ -218,16 +219,18 @@ def test_a_log_is_converted_whole_or_refused(
 
 
 @FULL
-def test_the_program_trains_every_turn(shop: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", [RUNS, "docs/one-prompt.md"])
+def test_the_program_of_a_task_trains(page: str, shop: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With each turn of a run as a row, or on rows of its own."""
     pytest.importorskip("trl", reason="the program is for TRL's trainer: pip install trl")
-    [code] = re.findall(r"^```python\n(.*?)^```", read(RUNS), re.M | re.S)
+    [code] = re.findall(r"^```python\n(.*?)^```", read(page), re.M | re.S)
     monkeypatch.chdir(tmp_path)
     run = [{"role": role, "content": f"Shelf {number}."} for number in range(3) for role in ("user", "assistant")]
     Path("runs.jsonl").write_text(f"{json.dumps({'messages': run})}\n" * 4, encoding="utf-8")
     short = 'max_steps=1, logging_steps=1, use_cpu=True, report_to="none", save_strategy="no", output_dir='
     names: dict[str, Any] = {}
     exec(code.replace("output_dir=", short).replace("Qwen/Qwen3-0.6B", str(shop / "model")), names)
-    assert [len(row["prompt"]) for row in names["rows"]] == [1, 3, 5] * 4
+    assert [len(row["prompt"]) for row in names["rows"]] == ([1, 3, 5] if page == RUNS else [2]) * 4
     assert names["trainer"].state.log_history[0]["r"] > 3
 
 

@@ -12,11 +12,11 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
-from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.commands import COMMANDS
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support import FULL
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [

@@ -33,12 +33,12 @@ from radixtrain.training.results.model_folder import SETTINGS, check_model_folde
 from radixtrain.training.results.record import SUMMARY
 from radixtrain.versions import versions
 
-# Keys that say how rows are read, with their types: a command that evaluates a trained model reads them as its run did.
-# The chat template is in the model's folder.
-READING: dict[str, type] = {
-    **{"columns": dict, "system_prompt": str, "chat_template_kwargs": dict, "split_turns": bool, "max_length": int},
-    **{"assistant_only_loss": bool, "completion_only_loss": bool, "excess_length_strategy": str, "template_date": str},
-}
+# Keys that say how rows are read: a command that evaluates a trained model reads them as its run did. The chat template
+# is in the model's folder.
+READING = (
+    *("columns", "system_prompt", "chat_template_kwargs", "split_turns", "max_length"),
+    *("assistant_only_loss", "completion_only_loss", "excess_length_strategy", "template_date"),
+)
 WHOLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 SAMPLES, SAMPLED_BYTES = 64, 1 << 16  # per file: enough, since other weights differ nearly everywhere
@@ -103,7 +103,7 @@ def defaults_of_model(model_name_or_path: str) -> dict[str, Any]:
     They say how the run read its rows, its seed, which drew `data.val_size`, and its folder if the model is still
     there.
 
-    Raises UserError if they cannot be read.
+    Raises UserError if they cannot be read. `read` checks the values.
     """
     folder = Path(model_name_or_path)
     path = folder / SETTINGS
@@ -111,16 +111,10 @@ def defaults_of_model(model_name_or_path: str) -> dict[str, Any]:
         return {}
     try:
         settings = read_yaml(str(path))
-        found = {name: settings["data"][name] for name in READING if settings["data"].get(name) is not None}
-        seed = settings.get("seed_everything")
+        found = {f"data.{name}": settings["data"].get(name) for name in READING}
+        found["seed_everything"] = settings.get("seed_everything")
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError) as error:
         raise UserError(f"{path}: expected the settings of a run ({first_line(error)}); remove or restore it") from None
-    for name, value in (*found.items(), ("seed_everything", seed or 0)):
-        if not isinstance(value, READING.get(name, int)):
-            raise UserError(
-                f"{path}: {name} is {value!r}, expected {READING.get(name, int).__name__}; restore the file"
-            )
-    found = {**{f"data.{name}": value for name, value in found.items()}, "seed_everything": seed}
     home = folder.resolve().parent
     found["output_dir"] = str(home) if (home / SUMMARY).is_file() else None
     return {name: value for name, value in found.items() if value is not None}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +30,7 @@ from radixtrain.training.fault_tolerance.run_folder import check_output_dir, loc
 from radixtrain.training.optimizer import optimizer_of
 from radixtrain.training.start.loading import layer_period, random_trainable
 
-# Lightning's other names of a precision -> the canonical one, and the dtype that a model is converted to.
-PRECISIONS = {"None": "32-true", "32": "32-true", "64": "64-true", "bf16": "bf16-mixed"}
+# The dtype that a model is converted to, by `trainer.precision`.
 WEIGHTS = {"32-true": None, "bf16-mixed": None, "bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 
@@ -69,8 +66,9 @@ def inspect(
 
 def _report(settings: Report, data: StepData, typed: list[str]) -> None:
     """Report what the data share and what that saves on this machine, as `report.html` and in the terminal."""
-    with locked(check_output_dir(settings.output_dir), "report"):
-        path = Path(os.path.expanduser(settings.output_dir)) / "report.html"
+    folder = check_output_dir(settings.output_dir)
+    with locked(folder, "report"):
+        path = folder / "report.html"
         check_replaceable(path)
         data.setup("report")
         setup = run_setup(settings.model, settings.trainer)
@@ -83,10 +81,7 @@ def _report(settings: Report, data: StepData, typed: list[str]) -> None:
 def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
     """Describe how `fit` would train the model. Raises UserError for a device or precision that is missing here."""
     config, device = read_config(settings.model_name_or_path), device_of(trainer)
-    precision = PRECISIONS.get(str(trainer.precision), str(trainer.precision))
-    if precision not in WEIGHTS:
-        raise UserError(f"trainer.precision {trainer.precision}: report predicts {', '.join(WEIGHTS)}")
-    is_mixed, dtype = precision == "bf16-mixed", WEIGHTS[precision]
+    is_mixed, dtype = trainer.precision == "bf16-mixed", WEIGHTS[trainer.precision]
     share = Fraction(str(float(settings.activation_checkpointing)))  # 3/4: three of every four layers
 
     # Like Lightning's bf16-mixed.

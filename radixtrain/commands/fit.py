@@ -9,6 +9,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 from lightning.fabric.utilities.seed import seed_everything
 
@@ -20,9 +21,9 @@ from radixtrain.commands.before_reading import (
     defaults_of_model,
     described_start,
 )
-from radixtrain.commands.export import check_hub, export_run
 from radixtrain.commands.loggers import TRACKING, check_loggers, continue_wandb_run, errors_of_services, make_loggers
 from radixtrain.data.datamodule import SFTData
+from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import form_groups, ranks
 from radixtrain.errors import UserError, did_you_mean
 from radixtrain.screen import print_line, quiet, screens
@@ -41,6 +42,7 @@ from radixtrain.training.fault_tolerance.signals import Requests, remember_job
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import check_package
+from radixtrain.training.results.model_folder import SETTINGS, card_and_settings, save_hf_folder
 from radixtrain.training.results.record import Record
 from radixtrain.training.runner import Evaluation
 from radixtrain.training.start.run_overview import print_overview, steps_between_logs
@@ -72,7 +74,10 @@ class Command:
         found = defaults_of_model(name) if self.name in EVALUATING else {}
         if not found:
             return before
-        after = read(self.name, self.words[1:], default_devices() | found)
+        try:
+            after = read(self.name, self.words[1:], default_devices() | found)
+        except UserError as error:  # the command line by itself was right
+            raise UserError(f"{Path(name) / SETTINGS}: {error}; restore the file") from None
         changed = [key for key in found if value_of(after, key) != value_of(before, key)]
         if changed:
             taken = ", ".join(f"{key}: {value_of(after, key)}" for key in changed)
@@ -83,9 +88,7 @@ class Command:
         """Make data, model and runner, with the seed of the run."""
         check_settings(self.settings, self.name)
         self.config = {key: value for key, value in as_tree(self.settings).items() if key not in OF_ONE_COMMAND}
-        seed = self.settings.seed_everything
-        if seed is not False:
-            self.config["seed_everything"] = seed_everything(None if seed is True else seed, workers=True)
+        seed_everything(self.settings.seed_everything, workers=True)
         self.datamodule = SFTData(**vars(self.settings.data))
         self.model = RadixModule(**vars(self.settings.model))
         self.runner = self.make_runner()
@@ -98,7 +101,7 @@ class Command:
         if config.max_epochs is None and config.max_steps == -1:
             config.max_epochs = DEFAULT_EPOCHS
         fabric = fabric_of(settings, self.name)
-        self.requests = Requests(self.output_dir)
+        self.requests = Requests()
         self.evaluation = EvaluateGeneration(**vars(settings.evaluate_generation))
         self.evaluation.interruptible = self.requests.at_once
         check_judges(settings, self.name, self.evaluation.logged)
@@ -111,7 +114,7 @@ class Command:
             every_steps=settings.save_every_steps,
             every_minutes=settings.save_every_minutes,
             total_limit=settings.save_total_limit,
-            is_enabled=config.enable_checkpointing is not False,
+            is_enabled=config.enable_checkpointing,
         )
         record = Record(self.output_dir, saver, settings.save_best, settings.early_stopping)
         return Loop(*arguments, record=record)
@@ -148,20 +151,10 @@ class Command:
             ckpt_path, self.replaces = checkpoint_of_fit(self.output_dir, settings, self.model, self.datamodule)
         else:
             ckpt_path = checkpoint_to_evaluate(self.output_dir, getattr(settings, "ckpt_path", None))
-        is_saving = settings.trainer.enable_checkpointing is not False
-        num_checkpoints = (settings.save_total_limit + 1) * is_saving + (settings.save_best is not None)
+        is_saving, keeps_best = settings.trainer.enable_checkpointing, settings.save_best is not None
+        num_checkpoints = (settings.save_total_limit + 1) * is_saving + keeps_best
         model = self.model.hparams
         return ckpt_path, check_weights_and_room(self.name, model, self.output_dir, ckpt_path, num_checkpoints)
-
-    def _check_interval(self, steps_per_epoch: int) -> None:
-        """Raise UserError if `trainer.val_check_interval` is longer than an epoch."""
-        config = self.settings.trainer
-        interval = config.val_check_interval
-        if config.check_val_every_n_epoch is not None and isinstance(interval, int) and interval > steps_per_epoch > 0:
-            raise UserError(
-                f"trainer.val_check_interval {interval}: an epoch has {steps_per_epoch} steps; set a smaller one, or "
-                f"trainer.check_val_every_n_epoch: null to count on over the epochs"
-            )
 
     def _run_prepared(self, written: int) -> None:
         """Load data and model before the runner starts, so that an error in either leaves nothing written.
@@ -177,9 +170,9 @@ class Command:
         self.model.split_rows()
         if self.name in ("fit", "validate"):
             self.evaluation.prepare(self.model, self.datamodule)
-        self.model.answers.options = self.settings.evaluate_generation
+        if self.name == "predict":
+            self.model.answers.options = self.settings.evaluate_generation
         if isinstance(runner := self.runner, Loop):
-            self._check_interval(self.datamodule.steps_per_epoch)
             runner.log_every_n_steps = steps_between_logs(runner, self.datamodule)
             self.model.wandb_run = ranks().broadcast_from_rank0(
                 lambda: continue_wandb_run(runner.loggers, None if self.replaces else self.ckpt_path)
@@ -203,7 +196,16 @@ class Command:
         with self.requests.deferred() if self.name == "fit" else nullcontext():
             getattr(self.runner, self.name)(self.model, self.datamodule, **own | {"ckpt_path": self.ckpt_path})
         if isinstance(self.runner, Loop):
-            export_run(self.runner, self.settings, self.config)
+            self._export(self.runner)
+
+    def _export(self, loop: Loop) -> None:
+        """Write `model/` and the end of the summary, and print that. With several ranks, each calls this."""
+        of_data, results = self.datamodule.hparams, loop.record.choose_weights()
+        tokenizer = load_tokenizer(of_data.model_name_or_path, of_data.chat_template_path)
+        data = {**self.config["data"], "template_date": self.datamodule.encoder().template_date}
+        rows = {"rows": str(self.datamodule.reports["train"])}
+        texts = card_and_settings({**self.config, "data": data}, results, rows)
+        loop.record.close(save_hf_folder(self.model.model, tokenizer, self.output_dir / "model", texts))
 
 
 def run(settings: RunSettings, words: Sequence[str]) -> None:
@@ -232,13 +234,12 @@ def _num_ranks_to_start(settings: RunSettings, name: str) -> int:
 
 
 def check_settings(settings: RunSettings, command: str) -> None:
-    """Raise UserError if a logger, the optimizer's package or the hub would fail. A rate that is low for LoRA warns."""
+    """Raise UserError if a logger or the optimizer's package would fail. A rate that is low for LoRA warns."""
     if command in TRACKING:
         check_loggers(settings.trainer)
     if command != "fit":
         return
     check_package(settings.model.optimizer)
-    check_hub(settings.push_to_hub, settings.hub_model_id)
     if settings.model.use_peft and settings.model.learning_rate == FOR_ALL_WEIGHTS:
         logger.warning(
             "model.learning_rate is %g, as for training all weights; LoRA usually needs 1e-4 to 2e-4", FOR_ALL_WEIGHTS
@@ -267,5 +268,5 @@ def check_judges(settings: RunSettings, command: str, of_answers: str | None) ->
             raise UserError(f"{key}: eval_loss needs rows for it: set data.validation_file or data.val_size")
         if settings.trainer.limit_val_batches == 0:
             raise UserError(f"{key} needs validations, and trainer.limit_val_batches is 0; leave one of them out")
-        if key == "save_best" and settings.trainer.enable_checkpointing is False:
+        if key == "save_best" and not settings.trainer.enable_checkpointing:
             raise UserError(f"{key} needs checkpoints, and trainer.enable_checkpointing is false; leave one out")

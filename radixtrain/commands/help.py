@@ -15,13 +15,7 @@ from radixtrain.settings.fields import Key, fields_of
 CONFIG = Key("config", "a YAML file", "", "a file with these keys; later arguments override it.")
 PRINT = Key("print_config", "", "", "print every key with its value, without running.")
 # Keys of Lightning's trainer that most runs need, with their defaults; `--help trainer` shows the rest.
-TRAINER = {
-    "trainer.max_epochs": "3",
-    "trainer.max_steps": "-1",
-    "trainer.precision": "32-true",
-    "trainer.val_check_interval": "1.0",
-    "trainer.logger": "csv",
-}
+TRAINER = tuple(f"trainer.{name}" for name in ("max_epochs", "max_steps", "precision", "val_check_interval", "logger"))
 SECTIONS = ("model", "data", "evaluate_generation")
 WIDEST = 120
 INDENT = 42  # column in which explanations begin
@@ -39,16 +33,14 @@ def keys_of(command: str) -> tuple[Key, ...]:
     return tuple(key for key in all_keys(command) if key.help and not key.name.startswith("trainer."))
 
 
-def topic_of(arguments: Sequence[str]) -> str | None:
+def topic_of(arguments: Sequence[str]) -> str:
     """Return what `--help` (or `-h`) is about: "" for the page, "all" for every key, or the key or section after it.
 
-    arguments: those after the command. Returns None without `--help`.
+    arguments: those after the command, with `--help`, `-h` or `--help_all`.
     """
     if "--help_all" in arguments:
         return "all"
-    place = next((index for index, word in enumerate(arguments) if word in ("--help", "-h")), None)
-    if place is None:
-        return None
+    place = next(index for index, word in enumerate(arguments) if word in ("--help", "-h"))
     after = arguments[place + 1 : place + 2]
     return after[0] if after and not after[0].startswith("-") else ""
 
@@ -66,8 +58,7 @@ def _page(command: str, width: int) -> str:
     sections = [("", [key for key in keys if "." not in key.name])]
     if has_trainer:
         sections += [(name, [key for key in keys if key.name.startswith(f"{name}.")]) for name in SECTIONS]
-        known = {key.name: key for key in all_keys(command)}
-        sections.append(("trainer", [known[name]._replace(default=default) for name, default in TRAINER.items()]))
+        sections.append(("trainer", [key for key in all_keys(command) if key.name in TRAINER]))
     for name, listed in sections:
         lines += ["", f"{name}:"] if name else [""]
         lines += [_line(key, width) for key in listed]

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from radixtrain.errors import UsageError
+from radixtrain.errors import UsageError, handling
 from radixtrain.plugins.from_pretrained import LoadedModel
 from radixtrain.screen import printable
 
@@ -74,14 +75,9 @@ def _parsed(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
 def _wait_for(command: list[str], environment: dict[str, str]) -> int:
     """Return the exit code. A signal to this process is passed on to the command; Ctrl-C in a terminal reaches both."""
     process = subprocess.Popen(command, env=environment)
-    handlers = {number: lambda number, _: process.send_signal(number) for number in PASSED_ON}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
+    handlers: dict[int, Any] = dict.fromkeys(PASSED_ON, lambda number, _: process.send_signal(number))
+    with handling(handlers | {signal.SIGINT: lambda *_: None}):
         code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return code if code >= 0 else 128 - code
 
 

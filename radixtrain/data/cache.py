@@ -67,10 +67,8 @@ class Tokenized:
     digest: str
 
 
-def tokenized(source: Source, encoder: ChatEncoder, settings: Any, is_first: bool = True) -> Tokenized:
-    """Return the samples of a source, in the order of its rows.
-
-    settings: of an `SFTData`. is_first: False if another process of this run has tokenised the same just now.
+def tokenized(source: Source, encoder: ChatEncoder, settings: Any) -> Tokenized:
+    """Return the samples of a source, in the order of its rows. settings: of an `SFTData`.
 
     Raises what `open_rows` and `ChatEncoder` raise; UserError if no row can be used, or if the cache cannot be
     written.
@@ -80,8 +78,7 @@ def tokenized(source: Source, encoder: ChatEncoder, settings: Any, is_first: boo
     about["on_bad_row"] = settings.on_bad_row
     cache = Path(settings.cache_dir).expanduser().absolute() if settings.cache_dir else cache_folder() / "tokens"
     entry = cache / fingerprint(encoder, about, files)
-    overwrites = settings.overwrite_cache and is_first
-    if not overwrites and os.path.exists(entry):
+    if os.path.exists(entry):
         return _opened(source, entry, " (tokenised by an earlier run)")
     made = cache / f".{entry.name}.{uuid4().hex}"
     with _written_to(cache):
@@ -89,8 +86,6 @@ def tokenized(source: Source, encoder: ChatEncoder, settings: Any, is_first: boo
     try:
         _write_entry(source, encoder, settings, made, files)
         _check_unchanged(files)
-        if overwrites:
-            shutil.rmtree(entry, ignore_errors=True)
         with suppress(OSError):  # another process has written it meanwhile
             made.rename(entry)
     finally:
@@ -133,8 +128,7 @@ def _opened(source: Source, folder: Path, hint: str) -> Tokenized:
         store = TokenStore(folder).opened()
         report = EncodeReport(**store.about["report"])
     except (OSError, ValueError) as error:
-        reason = f"cannot be read: {first_line(error)}; tokenise again with --data.overwrite_cache true"
-        raise UserError(f"the tokens in {folder} {reason}") from error
+        raise UserError(f"the tokens in {folder} cannot be read: {first_line(error)}; delete that folder") from error
     logger.info("%s: %s, %s tokens%s", source.label, report, f"{report.num_tokens:,}", hint)
     for line in report.lines():
         logger.warning("%s", line)

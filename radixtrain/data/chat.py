@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
-from radixtrain.data.columns import choices_of, standard_row, turns_of
+from radixtrain.data.columns import standard_row, turns_of
 from radixtrain.data.conversation import FIX_MARKERS, Conversation, text_of
 from radixtrain.data.files.sources import Row, UnreadRow
 from radixtrain.data.messages import SYSTEM_ROLES, check_turns, read_tools
@@ -45,7 +45,6 @@ class ChatEncoder:
     - `prompt` and `completion`, both text or both messages;
     - `text`, loss on every token.
 
-    A logged call of Chat Completions is one of them for each of its choices: see `choices_of`.
     Plain text gets the tokenizer's BOS and EOS, as in TRL. A prompt of the tokens `5, 6` and its answer `7, 8` become
     `input_ids [5, 6, 7, 8]` and `labels [-100, -100, 7, 8]`.
 
@@ -132,32 +131,28 @@ class ChatEncoder:
         """
         try:
             standard = self.standard(row)
-            items: list[Draft | TokenRow | DataError] = [item for each in standard for item in self._draft(each)]
+            items: list[Draft | TokenRow | DataError] = [*self._draft(standard)]
         except DataError as error:  # raised at its row's turn, so that errors keep the order of the file
             return [error]
         if report is not None:
-            report.unused_columns.update({name for each in standard for name in each.unread})
-            chats = [turns for each in standard if (turns := turns_of(each.fields))]
-            has_system = {turns[0]["role"] in SYSTEM_ROLES for turns in chats}
-            report.num_with_system += True in has_system
-            report.num_without_system += False in has_system
-            is_cut = self.assistant_only_loss and self.split_turns and self.answered
-            if is_cut and any(turns[-1]["role"] != "assistant" for turns in chats):
-                report.unused_columns[LAST_TURNS] += 1
+            report.unused_columns.update(standard.unread.keys())
+            if turns := turns_of(standard.fields):
+                has_system = turns[0]["role"] in SYSTEM_ROLES
+                report.num_with_system += has_system
+                report.num_without_system += not has_system
+                is_cut = self.assistant_only_loss and self.split_turns and self.answered
+                if is_cut and turns[-1]["role"] != "assistant":
+                    report.unused_columns[LAST_TURNS] += 1
         return items
 
-    def standard(self, row: Row | UnreadRow) -> list[Row]:
-        """Return the row in a form of `standard_row`, with the system prompt; several for a call with several choices.
+    def standard(self, row: Row | UnreadRow) -> Row:
+        """Return the row in a form of `standard_row`, with the system prompt. Keys of messages may be unread too.
 
         Raises DataError if it cannot be read, or says something about what to learn that nothing reads.
         """
-        rows = [standard_row(each, self.answered) for each in choices_of(row.read())]
-        return [self._with_system_prompt(self._checked_turns(each)) for each in rows]
-
-    def _checked_turns(self, row: Row) -> Row:
-        """Add to the columns that nothing reads the keys of messages that are not read."""
-        keys = check_turns(turns_of(row.fields), self.template_words, row.where, self.answered)
-        return row._replace(unread={**row.unread, **keys})
+        found = standard_row(row.read(), self.answered)
+        keys = check_turns(turns_of(found.fields), self.template_words, found.where, self.answered)
+        return self._with_system_prompt(found._replace(unread={**found.unread, **keys}))
 
     def _with_system_prompt(self, row: Row) -> Row:
         """Put the system prompt before a row that has no system turn."""
@@ -166,7 +161,7 @@ class ChatEncoder:
         turns = turns_of(row.fields)
         if not turns:
             reason = "system_prompt: only chats have a system turn, and this row is plain text or tokens"
-            fix = "write it into the row, or give its file an entry of its own with system_prompt: ''"
+            fix = "write it into the chats, and leave system_prompt out"
             raise DataError(row.where, f"{reason}; {fix}")
         if turns[0]["role"] in SYSTEM_ROLES:
             return row
@@ -244,7 +239,6 @@ class ChatEncoder:
         report.num_samples += len(kept)
         report.num_tokens += sum(len(sample.input_ids) for sample in kept)
         report.num_labels += sum(sample.num_labels for sample in kept)
-        report.num_dropped_rows += not kept
         return kept
 
     def _fitted(self, sample: TokenRow, report: EncodeReport) -> TokenRow | None:
@@ -263,8 +257,8 @@ class ChatEncoder:
 
     def _too_long(self, sample: TokenRow) -> DataError:
         excess = f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}"
-        hint = "raise max_length or set excess_length_strategy: drop | truncate"
-        return DataError(sample.where, f"{excess}; {hint}")
+        strategies = "drop | truncate" if self.answered else "drop, since its end cannot be cut"
+        return DataError(sample.where, f"{excess}; raise max_length or set excess_length_strategy: {strategies}")
 
     def _checked(self, sample: TokenRow) -> TokenRow:
         if not sample.num_labels:
@@ -369,13 +363,6 @@ class UnlabelledEncoder(ChatEncoder):
         if not len(sample.input_ids):
             raise DataError(sample.where, "no token to read; expected a text that is not empty")
         return sample
-
-    def _too_long(self, sample: TokenRow) -> DataError:
-        return DataError(
-            sample.where,
-            f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}; the answer follows the end of a "
-            f"row, so it cannot be truncated: raise max_length or set excess_length_strategy: drop",
-        )
 
     def _ids(self, text: str, **options: object) -> list[int]:
         ids: list[int] = self.tokenizer(text, verbose=False, **options)["input_ids"]

@@ -37,9 +37,6 @@ PAIRS = (
 )
 QUESTIONS = ("user", "instruction", "question", "query", "problem")
 CONTEXTS = ("context", "passage", "document", "article", "choices", "options", "history", "input")
-OF_RESPONSES = ("choices", "usage", "message", "logprobs")
-CUT = ("length", "content_filter")
-"""Why an answer ended before the model had ended it."""
 
 
 def standard_row(row: Row, answered: bool = True) -> Row:
@@ -232,27 +229,3 @@ def _unknown(fields: Fields) -> str:
     if data := preference_data(fields):
         hint = f"; {data}"
     return f"no format has the columns {', '.join(named) or '(none)'}; {expected}{hint}"
-
-
-def choices_of(row: Row) -> list[Row]:
-    """Return a row of `prompt` and `completion` for each choice of a call of Chat Completions; or the row itself.
-
-    Raises DataError for an answer that was cut off.
-    """
-    request, response = row.fields.get("request") or {}, row.fields.get("response")
-    choices = response.get("choices") if isinstance(response, dict) else None
-    prompt = request.get("messages") if isinstance(request, dict) and "input_ids" not in request else None
-    if not prompt or not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices or [None]):
-        return [row]
-    beside = {name: request[name] for name in OF_CHATS if request.get(name)}
-    for reason in (each.get("finish_reason") for each in choices):
-        if reason in CUT:
-            fix = "leave it out, or set on_bad_row: skip"
-            raise DataError(row.where, f"response.choices: finish_reason: {reason}: the answer was cut off; {fix}")
-    for name, value in (item for each in (response, *choices) for item in each.items()):
-        if name not in OF_RESPONSES and tells(name, value):
-            reason = "nothing reads this, and it may say what is good to learn; keep the rows to imitate, without it"
-            raise DataError(row.where, f"response: {name}: {repr(value)[:40]}: {reason}")
-    answers = ({"prompt": prompt, "completion": [each.get("message")], **beside} for each in choices)
-    others = {name: value for name, value in row.fields.items() if name not in ("request", "response")}
-    return [row._replace(fields=answer, unread={**row.unread, **others}) for answer in answers]

@@ -60,15 +60,18 @@ class SFTData(StepData, L.LightningDataModule):
         return {"conversations": len(corpus or ()), **sizes, "digest": corpus.digest if corpus else ""}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise UserError if the checkpoint belongs to other data: its place in their order would mean nothing here."""
+        """Raise UserError if the checkpoint belongs to other data: its place in their order would mean nothing here.
+
+        Another digest is that of other rows, or of other tokens or labels of them.
+        """
         if "train" not in self.conversations:
             return
         current = self.state_dict()
         changed = [f"{name} was {state.get(name)} and is {x}" for name, x in current.items() if state.get(name) != x]
         if changed:
             raise UserError(
-                f"ckpt_path: the checkpoint belongs to other steps: {', '.join(changed)}; give the data settings of "
-                f"the run"
+                f"ckpt_path: the checkpoint belongs to other steps or rows: {', '.join(changed)}; give the files and "
+                f"the settings of data of the run, as its fit.yaml has them"
             )
 
     def _loader(self, split: str, merge_labels: bool = True) -> StepLoader:

@@ -8,14 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from radixtrain.collators.token_row import (
-    IGNORE_INDEX,
-    LOSS_MASKS,
-    WEIGHT_NAMES,
-    TokenRow,
-    attended_span,
-    read_token_row,
-)
+from radixtrain.collators.token_row import IGNORE_INDEX, LOSS_MASKS, WEIGHT_NAMES, TokenRow, read_token_row
 from radixtrain.errors import DataError
 
 LARGEST_WEIGHT = 3e38  # what float32 holds; a comparison with NaN is false
@@ -24,8 +17,7 @@ LARGEST_WEIGHT = 3e38  # what float32 holds; a comparison with NaN is false
 def sample_from_tokens(fields: dict[str, Any], where: str, completion_only_loss: bool = True) -> TokenRow:
     """Make a sample of a row's own token columns.
 
-    fields: as `read_token_row` takes them, of JSON's types. Tokens at the ends whose `attention_mask` is 0
-        are padding, and are left out.
+    fields: as `read_token_row` takes them, of JSON's types.
     where: file and line, for the error.
     completion_only_loss: whether `completion_mask` counts, as in TRL.
 
@@ -39,8 +31,7 @@ def sample_from_tokens(fields: dict[str, Any], where: str, completion_only_loss:
         of_loss -= {"completion_mask"}
     read = {"input_ids", *of_loss, *WEIGHT_NAMES, "attention_mask"}
     columns = {name: _plain(values, name, where) for name, values in fields.items() if name in read}
-    row = read_token_row(columns, where)
-    return row.part(*attended_span(columns, row)) if "attention_mask" in columns else row
+    return read_token_row(columns, where)
 
 
 def check_vocabulary(sample: TokenRow, vocab_size: int) -> None:
@@ -81,7 +72,6 @@ class EncodeReport:
     """Counts that `ChatEncoder.encode_all` adds to. `str()` is a line for people.
 
     num_bad_rows: that could not be used; `bad_rows` are what was wrong with the first few.
-    num_dropped_rows: left without a sample: all of them were dropped for their length, or the row trains nothing.
     num_samples: kept, the truncated ones among them.
     num_dropped_samples: longer than `max_length`, with `excess_length_strategy: drop`.
     num_truncated_samples, num_without_loss: cut to `max_length`; and those dropped because the cut took all their loss.
@@ -93,7 +83,6 @@ class EncodeReport:
 
     num_rows: int = 0
     num_bad_rows: int = 0
-    num_dropped_rows: int = 0
     num_samples: int = 0
     num_dropped_samples: int = 0
     num_truncated_samples: int = 0

@@ -20,7 +20,7 @@ from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.cache import tokenized
 from radixtrain.data.chat import ChatEncoder, UnlabelledEncoder
-from radixtrain.data.files.sources import KEY, Source, as_sources, open_rows
+from radixtrain.data.files.sources import KEY, as_sources, open_rows
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import StepSampler, epoch_size, features_of, grouped_order
 from radixtrain.data.template import warn_of_mistakes, writes_date
@@ -61,21 +61,12 @@ def encoder_of(settings: Any, unlabelled: bool = False) -> ChatEncoder:
     )
 
 
-def encoder_for(source: Source, encoder: ChatEncoder) -> ChatEncoder:
-    """Return the encoder with the system prompt of a source, if the source has its own."""
-    own = source.system_prompt
-    return encoder if own is None else replace(encoder, system_prompt=own)
-
-
-def load_split(
-    files: Any, settings: Any, key: str, unlabelled: bool = False, is_first: bool = True
-) -> tuple[Corpus, EncodeReport]:
+def load_split(files: Any, settings: Any, key: str, unlabelled: bool = False) -> tuple[Corpus, EncodeReport]:
     """Load the conversations of a split, and report what happened to its rows.
 
     files: what the configuration names: a path, or a list of paths and of sources with a weight.
     settings: of an `SFTData`.
     key: the key that names the files, for errors.
-    is_first: False if another process of this run has read the same just now, so that it is not tokenised again.
 
     Raises UserError or DataError as `tokenized` does.
     """
@@ -87,7 +78,7 @@ def load_split(
         rows = [*islice(chain.from_iterable(open_rows(source) for source in sources), ROWS_LOOKED_AT)]
         warn_of_mistakes(encoder, rows, _stops(settings.model_name_or_path, encoder))
     for source in sources:
-        found = tokenized(source, encoder_for(source, encoder), settings, is_first)
+        found = tokenized(source, encoder, settings)
         report.add(found.report)
         part = Part(name=source.label, conversations=found.store, weight=source.weight, digest=found.digest)
         parts.append(_trained_turns(part, settings.train_on) if key == KEY and not unlabelled else part)
@@ -135,13 +126,13 @@ def _stops(model_name_or_path: str, encoder: ChatEncoder) -> set[int]:
     return end_tokens(model_name_or_path) | ({eos} if isinstance(eos, int) else set())
 
 
-def read_together(read: Callable[[bool], tuple[Corpus, EncodeReport]], key: str) -> tuple[Corpus, EncodeReport]:
+def read_together(read: Callable[[], tuple[Corpus, EncodeReport]], key: str) -> tuple[Corpus, EncodeReport]:
     """Return what `read` returns here. Every rank calls this; a single process just reads.
 
     Rank 0 reads first, and writes the tokens. Then the first rank of every other machine does, since its cache may be
     another folder. The other ranks find what was written, or tokenise themselves.
 
-    read: `load_split` of the same rows on every rank; receives whether this rank is the first one of its machine.
+    read: `load_split` of the same rows on every rank.
     key: the key that names the files, for errors.
 
     Raises what `read` raises. Raises UserError if some rank has read other rows than rank 0: they would cut the steps
@@ -150,9 +141,9 @@ def read_together(read: Callable[[bool], tuple[Corpus, EncodeReport]], key: str)
     here = ranks()
     machines = here.gather(socket.gethostname())
     is_first = machines.index(machines[here.rank]) == here.rank
-    found = here.rank0_first(lambda: read(True) if is_first else None)
+    found = here.rank0_first(lambda: read() if is_first else None)
     here.barrier()
-    corpus, report = found or read(False)
+    corpus, report = found or read()
     digests = here.gather(corpus.digest, long_timeout=True)
     here.broadcast_from_rank0(lambda: _check_same(digests, machines, key))
     return corpus, report
@@ -227,8 +218,6 @@ class StepData:
             max_tokens=settings.max_tokens,
             merge_labels=merge_labels,
             min_shared_tokens=settings.min_shared_tokens,
-            pad_to_multiple_of=settings.pad_to_multiple_of,
-            shared_targets=settings.shared_targets if merge_labels else "every",
         )
 
     def features_of_step(self, index: int) -> list[dict[str, Any]]:

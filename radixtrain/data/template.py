@@ -84,7 +84,7 @@ def warn_of_mistakes(encoder: Any, rows: Iterable[Row | UnreadRow], stops: set[i
     found, looked_at = Counter[str](), [*rows]
     for row in looked_at:
         with suppress(DataError):
-            found.update({mistake for each in encoder.standard(row) for mistake in _mistakes(encoder, each, stops)})
+            found.update({*_mistakes(encoder, encoder.standard(row), stops)})
     for mistake, number in found.items():
         logger.warning("%d of %d rows %s", number, len(looked_at), mistake)
 

@@ -30,9 +30,6 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# Exit codes of a worker that cannot hand its batch over: it cannot open another file, /dev/shm is full, anything else.
-OUT_OF_FILES, OUT_OF_SHARED_MEMORY, LOST = errno.EMFILE, errno.ENOSPC, 1
-
 MAY_HANG = sys.version_info < (3, 11, 10)  # in a fork
 SECONDS_TO_BEGIN = 10.0  # for a new process, which takes milliseconds; doubled each time that it does not begin
 
@@ -125,19 +122,19 @@ def end_with_parent(worker: int = 0) -> None:
 
 def _report(error: object, report: Callable[[], object]) -> None:
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):  # of torch
-        _end(OUT_OF_FILES)
+        _end()
     report()
 
 
 def _lose(error: object, report: Callable[[], object]) -> None:
     _report(error, report)
-    _end(OUT_OF_SHARED_MEMORY if "</torch_" in str(error) else LOST)
+    _end()
 
 
-def _end(code: int) -> None:
+def _end() -> None:
     """End this worker once its run listens: torch gets no exit code of a worker that ends as soon as it has begun."""
     time.sleep(1.0)
-    os._exit(code)
+    os._exit(1)
 
 
 @cache

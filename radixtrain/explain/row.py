@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -14,10 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
-from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.files.sources import Row, Source, UnreadRow, as_sources, open_rows
+from radixtrain.data.files.sources import Source, UnreadRow, as_sources, open_rows
 from radixtrain.data.sample import EncodeReport
-from radixtrain.data.step_data import StepData, encoder_for
+from radixtrain.data.step_data import StepData
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError
 from radixtrain.explain.micro_batch import micro_batches
@@ -46,8 +46,12 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
             yield _indented(_shortened(found.content.content.decode("utf-8", "backslashreplace"), full))
         yield _refused(error)
         return
-    encoder = encoder_for(found.source, data.encoder(found.split == "predict" and data.settings.predict_prompts))
-    yield from _taken_as(content, encoder, full)
+    encoder = data.encoder(found.split == "predict" and data.settings.predict_prompts)
+    with suppress(DataError):  # of a bad row, whose draft shows it
+        fields = encoder.standard(content).fields
+        yield _title(f"taken as: {', '.join(fields)}")
+        if content.fields | fields != content.fields:
+            yield _named(fields, full)
     items = encoder.drafts(content, report := EncodeReport())
     if report.unused_columns:
         yield _indented(Text(f"not read: {', '.join(sorted(report.unused_columns))}", style=REFUSED))
@@ -72,18 +76,6 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
         yield Text(f"{what}, with excess_length_strategy: {encoder.excess_length_strategy}", style=REFUSED)
     if kept and found.split == "train":
         yield from _computed(data, found.content.where)
-
-
-def _taken_as(row: Row, encoder: ChatEncoder, full: bool) -> Iterator[RenderableType]:
-    """Show what the columns mean. Skips a bad row, whose draft shows the error."""
-    try:
-        standard = encoder.standard(row)
-    except DataError:
-        return
-    for number, each in enumerate(standard, start=1):
-        yield _title(f"taken as{_of(number, len(standard))}: {', '.join(each.fields)}")
-        if row.fields | each.fields != row.fields:
-            yield _named(each.fields, full)
 
 
 def _named(fields: Mapping[str, object], full: bool) -> RenderableType:

@@ -19,9 +19,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
-from radixtrain.generation.prefill import check_vocabulary, device_of, generating, prefill
+from radixtrain.generation.prefill import device_of, generating, prefill
 from radixtrain.generation.prompt_cache import PromptCache, serving
-from radixtrain.hf.backbone import CACHE, Parts, model_inside, parts_of
+from radixtrain.hf.backbone import CACHE, model_inside, parts_of
 from radixtrain.hf.guards.code import third_party_hooks
 
 # Options of `model.generate` that do not go with this cache: values that request nothing, and why others are refused.
@@ -31,6 +31,10 @@ REFUSED = {
     "output_hidden_states": ((False, None), "the rows of a step run through the layers as one sequence"),
     "custom_generate": ((None,), "another decoding loop may read the cache itself"),
     "use_mtp": ((False, None), "it has a cache of its own"),
+    **dict.fromkeys(
+        ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"),
+        ((None,), "proposed tokens are for a single prompt, of which nothing is shared"),
+    ),
 }
 OF_TEXT = ("input_ids", "attention_mask", "negative_prompt_ids", "negative_prompt_attention_mask")
 MOST_TOKENS = 2**20  # of an answer whose length nothing limits but its end tokens and criteria
@@ -62,7 +66,7 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, cache: RadixCach
     """
     parts = parts_of(model_inside(model))
     check_arguments(model, cache, kwargs)
-    ids, mask = _padded_prompts(model, parts, inputs, kwargs)
+    ids, mask = _padded_prompts(model, inputs, kwargs)
     prompts = [row[seen] for row, seen in zip(ids.cpu().numpy(), mask.cpu().numpy(), strict=True)]
     beginnings = [prompt[:-1] for prompt in prompts]  # without the first token that `model.generate` computes
     num_new = _setting(model, kwargs, "max_new_tokens")
@@ -103,9 +107,7 @@ def _setting(model: nn.Module, kwargs: Mapping[str, Any], name: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _padded_prompts(
-    model: nn.Module, parts: Parts, inputs: Tensor | None, kwargs: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
+def _padded_prompts(model: nn.Module, inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return token ids and their mask, bool, (B, L) each; takes them out of `kwargs`.
 
     Without a mask, `pad_token_id` is padding unless it ends answers too, as in `model.generate`.
@@ -125,7 +127,6 @@ def _padded_prompts(
             "attention_mask: expected padding on the left only, and at least one token in each row: set "
             "tokenizer.padding_side = 'left'"
         )
-    check_vocabulary("input_ids", ids[mask].cpu().numpy(), parts.decoder.config.vocab_size)
     return ids, mask
 
 

@@ -12,7 +12,6 @@ A layer with a sliding window that may bind has no shared keys: its tails are wh
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,7 +87,7 @@ class PromptCache(Cache):
         """Make the cache of some prompts.
 
         ends: where each prompt ends in its `RadixCache`. width: of the padded prompts, in tokens.
-        longest: sequence that there may be, in tokens; what is proposed beyond is cut off.
+        longest: sequence that there may be, in tokens.
         frees: whether what is copied is freed where it was stored.
         """
         super().__init__(layers=[DynamicLayer()])  # without any it passes for a recurrent model's
@@ -96,8 +95,7 @@ class PromptCache(Cache):
         self.num_new = 0
         self._paths = [end.path for end in ends]  # of each row, from the first call on
         self._lengths = np.zeros(0, dtype=np.int64)  # of each row's prompt
-        self._stays: set[Node] = set()
-        self._readers: dict[int, dict[Node, Readers]] = {}  # by the number of each row's queries
+        self._readers: dict[Node, Readers] = {}  # rows that read each shared node
         self._tails: dict[int | None, Tails] = {}  # by window; None for layers in which none may bind
         self._shared: list[dict[Node, LayerRows]] = []  # of each layer
         self._masks: dict[int | None, Tensor] = {}  # of one step, by window
@@ -112,57 +110,46 @@ class PromptCache(Cache):
             "a cache of radixtrain.generate works only inside of that call, and its rows cannot be picked"
         )
 
-    batch_select_indices = batch_repeat_interleave = update
+    batch_select_indices = batch_repeat_interleave = crop = update
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens: so many if the number is negative, else all beyond this length."""
-        removed = -tokens_to_remove if tokens_to_remove <= 0 else self.get_seq_length() - tokens_to_remove
-        assert removed <= self.num_new, "only what follows the prompts can be removed"
-        self.num_new -= removed
-
-    def begin(self, parts: Parts, num_rows: int, num_new: int) -> RowsCall:
-        """Begin a forward pass of so many tokens of each row."""
-        if not self._readers:
+    def begin(self, parts: Parts, num_rows: int) -> RowsCall:
+        """Begin a forward pass of the next token of each row."""
+        if not self.num_new:
             self._share(num_rows // len(self._paths))
-        if num_new not in self._readers:
-            self._readers[num_new] = self._readers_of(num_new)
         self._masks = {}
-        return RowsCall(self, parts, self._lengths[:, None] + self.num_new + np.arange(num_new))
+        return RowsCall(self, parts, self._lengths + self.num_new)
 
     def _share(self, num_answers: int) -> None:
-        """Choose the nodes that stay where they are stored. num_answers: to each prompt."""
+        """Choose the nodes that stay where they are stored, and find who reads them. num_answers: to each prompt."""
         self._paths = [path for path in self._paths for _ in range(num_answers)]
         self._lengths = np.array([sum(len(node.tokens) for node in path) for path in self._paths])
-        num_readers = Counter(chain(*self._paths))
-        self._stays = {node for node, number in num_readers.items() if len(node.tokens) * (number - 1) >= PIECE_CELLS}
-
-    def _readers_of(self, num_new: int) -> dict[Node, Readers]:
-        """Return the queries that read each shared node."""
         rows: dict[Node, list[int]] = {}
         for row, path in enumerate(self._paths):
-            for node in self._stays.intersection(path):
-                rows.setdefault(node, []).extend(range(row * num_new, (row + 1) * num_new))
-        return {node: Readers.of(np.array(each), self.device) for node, each in rows.items()}
+            for node in path:
+                rows.setdefault(node, []).append(row)
+        self._readers = {
+            node: Readers.of(np.array(each), self.device)
+            for node, each in rows.items()
+            if len(node.tokens) * (len(each) - 1) >= PIECE_CELLS
+        }
 
     def attend(self, number: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Store the keys and values of a step in one layer, and attend to all that each row sees.
 
         window: of the layer, if it may bind.
         """
-        query, new_keys, new_values = (x.unflatten(0, (len(self._paths), -1)).transpose(1, 2) for x in heads)
-        num_new = query.shape[2]
+        query, new_keys, new_values = heads
         if number == len(self._shared):
-            self._open(number, window, new_keys)
-        layer, first = self.layers[number], self._tails[window].tokens.shape[1] + self.num_new
-        layer.keys, layer.values = _with(layer.keys, new_keys, first), _with(layer.values, new_values, first)
-        keys, values = (x[:, :, : first + num_new].transpose(1, 2) for x in (layer.keys, layer.values))
-        readers = self._readers[num_new]
-        shared = [Shared(readers[node], *stored) for node, stored in self._shared[number].items()]
-        return decoding_attention(heads[0], (keys, values), self._mask(window, num_new), shared, **scoring)
+            self._open(number, window, new_keys[:, :, None])
+        layer, place = self.layers[number], self._tails[window].tokens.shape[1] + self.num_new
+        layer.keys, layer.values = _with(layer.keys, new_keys, place), _with(layer.values, new_values, place)
+        keys, values = (x[:, :, : place + 1].transpose(1, 2) for x in (layer.keys, layer.values))
+        shared = [Shared(self._readers[node], *stored) for node, stored in self._shared[number].items()]
+        return decoding_attention(query, (keys, values), self._mask(window), shared, **scoring)
 
     def _open(self, number: int, window: int | None, new_keys: Tensor) -> None:
         """Begin a layer: copy tails to it, hold what its rows share, and free the prompts if no one needs them."""
-        stays = self._stays if window is None else set()
+        stays = self._readers if window is None else {}
         if window not in self._tails:
             tails = [[node for node in path if node not in stays] for path in self._paths]
             self._tails[window] = Tails.of(tails, self.device, None if window is None else window - 1)
@@ -174,39 +161,34 @@ class PromptCache(Cache):
             for node in set(chain(*self._paths)):
                 node.rows.layers[number] = None
 
-    def _mask(self, window: int | None, num_new: int) -> Tensor:
+    def _mask(self, window: int | None) -> Tensor:
         """Return what the new tokens see of their row's own keys, as `attention_to_own` takes it."""
         if window not in self._masks:
-            hidden = nn.functional.pad(self._tails[window].tokens < 0, (0, self.num_new + num_new))[:, None, None]
-            if window is not None or num_new > 1:
-                columns = torch.arange(hidden.shape[-1], device=self.device)
-                distance = columns[-num_new:, None] - columns
-                hidden = hidden | (distance < 0)
-                if window is not None:
-                    hidden = hidden | (distance >= window)
+            hidden = nn.functional.pad(self._tails[window].tokens < 0, (0, self.num_new + 1))[:, None, None]
+            if window is not None:
+                hidden[..., :-window] = True
             self._masks[window] = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, float("-inf"))
         return self._masks[window]
 
 
-def _with(x: Tensor, new: Tensor, first: int) -> Tensor:
-    """Write new columns, (B, K, n, H), from `first` on. Returns x itself, or a wider copy."""
-    end = first + new.shape[2]
-    if end > x.shape[2]:
-        wider = x.new_empty(*x.shape[:2], end + SPARE, x.shape[3])
-        wider[:, :, :first] = x[:, :, :first]
+def _with(x: Tensor, new: Tensor, place: int) -> Tensor:
+    """Write a new column, (B, K, H), at a place. Returns x itself, or a wider copy."""
+    if place >= x.shape[2]:
+        wider = x.new_empty(*x.shape[:2], place + 1 + SPARE, x.shape[3])
+        wider[:, :, :place] = x[:, :, :place]
         x = wider
-    x[:, :, first:end] = new
+    x[:, :, place] = new
     return x
 
 
 class RowsCall(StoredCall):
-    """A forward pass of the next tokens of each row."""
+    """A forward pass of the next token of each row."""
 
     def __init__(self, cache: PromptCache, parts: Parts, places: IntArray) -> None:
-        """Take the places of the new tokens in their sequences, (B, n), int64."""
+        """Take the places of the new tokens in their sequences, (B,), int64."""
         check_length(parts, int(places.max()) + 1)
-        super().__init__(parts, on_device(places.flatten(), cache.device), cache.longest)
-        self.cache, self.shape = cache, places.shape
+        super().__init__(parts, on_device(places, cache.device), cache.longest)
+        self.cache = cache
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Attend to what is stored of each row."""
@@ -214,10 +196,10 @@ class RowsCall(StoredCall):
         return self.cache.attend(len(self.calls), heads, window, **scoring)
 
     def end(self, output: Any) -> Any:
-        """Return the output of the model with the logits of each row's tokens, (B, n, V), and its cache."""
+        """Return the output of the model with the logits of each row, (B, 1, V), and its cache."""
         self.check()
-        self.cache.num_new += self.shape[1]
-        output.logits = output.logits.unflatten(1, self.shape)[0]
+        self.cache.num_new += 1
+        output.logits = output.logits.transpose(0, 1)
         output[next(name for name in CACHE if hasattr(output, name))] = self.cache
         return output
 
@@ -234,9 +216,8 @@ def serving(parts: Parts, cache: PromptCache) -> Iterator[None]:
         if all(given.get(name) is not cache for name in CACHE):
             return None
         ids: Tensor = given["input_ids"]
-        if not cache.num_new and ids.shape[1] > cache.width:  # an assistant's first tokens come with the whole prompt
-            ids = ids[:, cache.width :]
-        call = cache.begin(parts, *ids.shape)
+        assert ids.shape[1] == 1, "the last token of each row"
+        call = cache.begin(parts, len(ids))
         options = {name: x for name, x in given.items() if not isinstance(x, Tensor) and name not in OF_CALL}
         return (), {**options, **call.arguments(ids.flatten())}
 

@@ -15,8 +15,8 @@ queries and values have different head dims, as in latent attention (MLA), the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import cached_property
 from threading import Lock
 from types import BuiltinFunctionType
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -39,9 +39,8 @@ from transformers.masking_utils import (
 from radixtrain.attention import launched_in_graphs, tree_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import is_text
-from radixtrain.hf.modules import attends, eager_places, interfaces_of, name_of, why_replaced
-from radixtrain.hf.padded.spread import Places
-from radixtrain.hf.positions import at_own_places, scales
+from radixtrain.hf.modules import attends, eager_places, interfaces_of, name_of
+from radixtrain.hf.padded.places import Places
 from radixtrain.hf.recurrent import tree_runs
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
@@ -174,9 +173,6 @@ class RadixCall(Call):
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 # Arguments of a model call that layers hand on to their attention, which would read them.
 OPTIONS = {"dropout", "is_causal", "position_bias", "s_aux", "scaling", "sliding_window", "softcap"}
-OWN_FUNCTION = "reorder_and_upcast_attn"  # of GPT-2, with eager
-
-
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 # Under each name transformers' own attention, None for that of the model's file, and its own mask function.
 STOCK: dict[str, tuple[Attention | None, Callable[..., Any]]] = {
@@ -188,8 +184,8 @@ STOCK: dict[str, tuple[Attention | None, Callable[..., Any]]] = {
 
 # A mapping in which layers find a function, its key there, and what registers another one under this key.
 Place = tuple[MutableMapping[str, Any], str, Callable[[str, Any], None]]
-# Of a decoder, all that attend, and whether each has to be causal.
-_attending: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, bool]] = WeakKeyDictionary()
+# Of a decoder, the classes of modules that attend.
+_attending: WeakKeyDictionary[nn.Module, set[type]] = WeakKeyDictionary()
 _TAKING = Lock()  # models may be loaded, and called, in several threads
 _ours: dict[Callable[..., Any], Callable[..., Any]] = {}  # a function of transformers -> ours around it
 
@@ -215,60 +211,23 @@ def _made(function: object) -> str:
 
 def _take_all(decoder: PreTrainedModel, name: str) -> str | None:
     if decoder not in _attending:
-        _attending[decoder] = _all_attending(decoder)
+        classes = {type(module) for path, module in decoder.named_modules() if is_text(path)}
+        _attending[decoder] = {each for each in classes if attends(each)}
         # Or a model with our hooks would run code that was compiled for one of its class without them.
         torch._dynamo.config.skip_nnmodule_hook_guards = False
     attention, mask = STOCK[name]
-    around = partial(radix_attention, obeys_argument=name in FLASH)
     reason = _take((ALL_MASK_ATTENTION_FUNCTIONS, name, AttentionMaskInterface.register), mask, mask_function)
-    reasons = (_take(place, attention, around) for place in _places({*map(type, _attending[decoder])}, name))
-    attending = [*_attending[decoder].items()]
-    settings = (_why_set(*each, decoder.config, name) for each in attending)
-    of_classes = {type(module): module for module, _ in attending if "forward" not in vars(module)}  # one of each
-    others = (module for module, _ in attending if "forward" in vars(module))
-    replaced = map(why_replaced, (*of_classes.values(), *others))
-    return reason or next(filter(None, (*reasons, *settings, *replaced)), None)
+    reasons = (_take(place, attention, radix_attention) for place in _places(_attending[decoder], name))
+    return reason or next(filter(None, reasons), None)
 
 
 def forget_attention(decoder: nn.Module) -> None:
-    """Find the modules of a decoder that attend anew at the next call: it may have others now."""
+    """Find the classes of a decoder's attention anew at the next call: it may have others now."""
     with _TAKING:
         _attending.pop(decoder, None)
 
 
-def _all_attending(decoder: nn.Module) -> WeakKeyDictionary[nn.Module, bool]:
-    """Find the modules of the text that attend, and whether each has to be causal: if one of its kind is.
-
-    Of a kind are those of one class and name: a class may attend to an encoder by other names (BART).
-    """
-    kinds = {
-        module: (type(module), path.rpartition(".")[2])
-        for path, module in decoder.named_modules()
-        if is_text(path) and attends(type(module))
-    }
-    causal = {kind for module, kind in kinds.items() if getattr(module, "is_causal", True)}
-    return WeakKeyDictionary({module: kind in causal for module, kind in kinds.items()})
-
-
-def _why_set(module: nn.Module, must_be_causal: bool, config: PreTrainedConfig, implementation: str) -> str | None:
-    """Say why a layer does not compute the causal attention that its decoder makes masks for, by what it holds.
-
-    config, implementation: of the decoder, and its attn_implementation.
-    """
-    own: Any = getattr(module, "config", config)
-    if own is not config and getattr(own, "_attn_implementation", None) not in (None, implementation):
-        name = own._attn_implementation
-        return f"{type(module).__name__} has attn_implementation {name!r}, and not that of its decoder"
-    if must_be_causal and not getattr(module, "is_causal", True):
-        return f"{name_of(module)} has is_causal=False"
-    if implementation == "sdpa" and getattr(module, "sinks", None) is not None:
-        return f"{name_of(module)} has sinks, which attn_implementation 'sdpa' leaves out"
-    if implementation == "eager" and getattr(module, OWN_FUNCTION, False):
-        return f"{name_of(module)} calls an attention function of its own ({OWN_FUNCTION})"
-    return None
-
-
-def _places(classes: set[Any], name: str) -> Iterator[Place]:
+def _places(classes: Iterable[type], name: str) -> Iterator[Place]:
     for module_class in classes:
         if name == "eager":
             yield from ((space, key, space.__setitem__) for space, key in eager_places(module_class))
@@ -292,11 +251,8 @@ def _take(place: Place, stock: object, around: Callable[[Any], Any]) -> str | No
     return None
 
 
-def radix_attention(ordinary: Attention, obeys_argument: bool = False) -> Attention:
-    """Wrap an attention function: it computes what the call of the layer says, and `ordinary` without a call.
-
-    obeys_argument: see `window_of`.
-    """
+def radix_attention(ordinary: Attention) -> Attention:
+    """Wrap an attention function: it computes what the call of the layer says, and `ordinary` without a call."""
 
     def attention(
         module: nn.Module,
@@ -321,19 +277,25 @@ def radix_attention(ordinary: Attention, obeys_argument: bool = False) -> Attent
                 f"{name_of(module)} gives its attention more than a mask by position; {TRAIN_WITHOUT_SHARING}"
             )
         heads = query, key, value
-        if torch.compiler.is_compiling() and call.in_graph and is_empty(attention_mask) and not scales(module):
-            return _attend_in_graph(call, module, heads, attention_mask, kwargs, obeys_argument)
-        return _attend(call, module, heads, attention_mask, kwargs, obeys_argument)
+        if torch.compiler.is_compiling():
+            is_in_graph = call.in_graph and is_empty(attention_mask) and not _scales(module)
+            attend = _attend_in_graph if is_in_graph else _attend_beside_graph
+            return attend(call, module, heads, attention_mask, kwargs, ordinary)
+        try:
+            return _attend(call, module, heads, attention_mask, kwargs, ordinary)
+        except Exception:
+            with saying_what_was_tested():  # as a decorator it would be nine calls of Python in every layer
+                raise
 
     return attention
 
 
 def _attend_in_graph(
-    call: Call, layer: nn.Module, heads: Heads, mask: Tensor, options: Mapping[str, Any], obeys_argument: bool
+    call: Call, layer: nn.Module, heads: Heads, mask: Any, options: Mapping[str, Any], ordinary: Attention
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer in a compiled graph, which holds no number of the tree."""
-    _check_options(layer, options)
-    window = options.get("sliding_window") if obeys_argument else mask.shape[3]
+    _check_options(layer, options, ordinary)
+    window = options.get("sliding_window") if ordinary is flash_attention_forward else mask.shape[3]
     return _attended(call, heads, window, options, False)
 
 
@@ -344,17 +306,21 @@ def _attended(
     options: Mapping[str, Any],
     both_ways: bool,
 ) -> tuple[Tensor, None]:
-    query, _, value = heads
-    scaling = options.get("scaling")
+    scored, valued, scaling = heads[0].shape[-1], heads[2].shape[-1], options.get("scaling")
+    if torch.is_autocast_enabled(heads[0].device.type):
+        heads = _as_autocast(*heads)
+    if scored != valued:
+        heads = _of_one_head_dim(*heads)
+    query, key, value = heads
     out_UNH = call.attend(
-        _of_one_head_dim(*[_as_autocast(x[0]).transpose(0, 1) for x in heads]),
+        (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)),
         window,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,  # of the head dim before padding
+        scale=scored**-0.5 if scaling is None else scaling,
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),
         both_ways=both_ways,
     )
-    return out_UNH[None, ..., : value.shape[-1]].contiguous(), None  # as `sdpa` of Hugging Face: JetMoE makes a view
+    return out_UNH[None, ..., :valued].contiguous(), None  # as `sdpa` of Hugging Face: JetMoE makes a view
 
 
 def _call_of(module: nn.Module, attention_mask: object, kwargs: Mapping[str, Any]) -> Call | None:
@@ -380,24 +346,24 @@ def _call_of(module: nn.Module, attention_mask: object, kwargs: Mapping[str, Any
     return call
 
 
-@torch.compiler.disable  # it counts the layers, and reads what a graph cannot
-@saying_what_was_tested()
 def _attend(
     call: Call,
     layer: nn.Module,
     heads: Heads,
     attention_mask: object,
     options: Mapping[str, Any],
-    obeys_argument: bool,
+    ordinary: Attention,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer, by its call. options: what Hugging Face's layers pass by keyword."""
-    _check_options(layer, options)
+    _check_options(layer, options, ordinary)
     argument, longest = options.get("sliding_window"), call.layout.max_seqlen
-    window = window_of(layer, attention_mask, argument, longest, call.window_may_bind, obeys_argument)
-    written = on_mask(attention_mask)
+    obeys_argument, written = ordinary is flash_attention_forward, on_mask(attention_mask)
+    window = window_of(layer, attention_mask, written, argument, longest, call.window_may_bind, obeys_argument)
     both_ways = written is not None and written.both_ways
+    if _scales(layer):
+        heads = _at_own_places(layer, heads[0], call), *heads[1:]
     try:
-        attended = _attended(call, (at_own_places(layer, heads[0], call), *heads[1:]), window, options, both_ways)
+        attended = _attended(call, heads, window, options, both_ways)
     except UserError as error:  # this layer cannot do what was requested
         why = f" attends to the last {window} tokens, and this batch has a sequence of {longest}" if window else ""
         raise UserError(f"{name_of(layer)}{why}: {error}") from None
@@ -407,14 +373,39 @@ def _attend(
     return attended
 
 
-def _as_autocast(x: Tensor) -> Tensor:
+# It counts the layers, and reads what a graph cannot.
+_attend_beside_graph = torch.compiler.disable(saying_what_was_tested()(_attend))
+
+
+def _scales(layer: nn.Module) -> bool:
+    """Return whether a layer scales its queries by their place."""
+    own: Any = layer
+    return bool(layer.__dict__.get("attn_temperature_tuning")) and not own.use_rope
+
+
+def _at_own_places(layer: nn.Module, query: Tensor, call: Call) -> Tensor:
+    """Scale queries, (1, N, rows, H), of a layer that does, by the place of each row in its sequence.
+
+    Llama 4's layers without rotary embeddings take no positions: they have scaled queries by the place in their hidden
+    states, which are the unique tokens here.
+    """
+    own: Any = layer
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    computed, of_sequence = (
+        (torch.log1p(torch.floor((places.float() + 1.0) / own.floor_scale)) * own.attn_scale + 1.0).to(wide)
+        for places in (torch.arange(length, device=query.device) for length in (query.shape[2], call.layout.max_seqlen))
+    )
+    return (query * (of_sequence[call.depths] / computed)[:, None]).to(query.dtype)
+
+
+def _as_autocast(*heads: Tensor) -> Heads:
     """Cast as autocast does for `scaled_dot_product_attention`: norms leave q and k in float32, v comes in 16 bits.
 
     Autocast leaves float64 as it is (`cached_cast` in torch's autocast_mode.cpp).
     """
-    device_type = x.device.type
-    casts = torch.is_autocast_enabled(device_type) and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(device_type)) if casts else x
+    dtype = torch.get_autocast_dtype(heads[0].device.type)
+    query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in heads)
+    return query, key, value
 
 
 def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -430,8 +421,8 @@ def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     return query, key, value
 
 
-def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """Refuse what a layer requests and tree attention does not compute."""
+def _check_options(module: nn.Module, options: Mapping[str, Any], ordinary: Attention) -> None:
+    """Refuse what a layer requests and tree attention does not compute, or `ordinary` would not have computed."""
     if options.get("dropout"):
         raise UserError(
             f"{name_of(module)} requests attention dropout {options['dropout']}; set attention_dropout to 0"
@@ -441,12 +432,20 @@ def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
             f"{name_of(module)} adds a position_bias to its scores, which tree attention does not compute; "
             f"{TRAIN_WITHOUT_SHARING}"
         )
-    for key, attribute in (("softcap", "attn_logit_softcapping"), ("s_aux", "sinks")):
-        if options.get(key) is None and getattr(module, attribute, None) is not None:
+    # Not by `getattr`: for what a module does not have, that is a call of Python in every layer.
+    for key, attribute, held in (
+        ("softcap", "attn_logit_softcapping", module.__dict__),
+        ("s_aux", "sinks", module._parameters),
+    ):
+        if options.get(key) is None and held.get(attribute) is not None:
             raise UserError(
                 f"{name_of(module)} has {attribute} and does not pass it to its attention function as {key}, so tree "
                 f"attention would leave it out; {TRAIN_WITHOUT_SHARING}"
             )
+    if ordinary is sdpa_attention_forward and options.get("s_aux") is not None:
+        raise UserError(
+            f"{name_of(module)} has sinks, which attn_implementation 'sdpa' leaves out; load it with 'eager'"
+        )
     if not options.get("is_causal", getattr(module, "is_causal", True)):
         raise UserError(
             f"{name_of(module)} is not causal; a shared prefix has the same states only under causal attention"

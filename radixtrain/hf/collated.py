@@ -20,8 +20,8 @@ from radixtrain.hf.guards.batch import Options, check_batch, on_device_of_rows, 
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.padded.calls import is_compiled
 from radixtrain.hf.padded.fused_heads import share_fused_heads
+from radixtrain.hf.padded.places import NO_ROW
 from radixtrain.hf.padded.row_functions import MIN_SAVING
-from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall

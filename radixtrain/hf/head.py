@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from threading import RLock, get_ident
 from typing import Any
 
@@ -31,7 +32,7 @@ from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import Parts, parts_of, with_rows
 from radixtrain.hf.guards.code import is_hooked
 from radixtrain.hf.guards.draws import evaluating
-from radixtrain.hf.positions import padding_idx_of_positions
+from radixtrain.hf.guards.rules import padding_idx_of_positions
 from radixtrain.hf.progress import Progress
 from radixtrain.tree.radix_inputs import radix_of
 
@@ -243,6 +244,7 @@ def _returning(backbone: PreTrainedModel, rows: Tensor) -> Iterator[None]:
     """Make the backbone return these rows to this thread, whatever its arguments."""
     thread = get_ident()
 
+    @wraps(backbone.forward)  # or a model that is judged again meanwhile seems to take no position_ids
     def forward(*args: object, **kwargs: object) -> Any:
         return _Returned(last_hidden_state=rows[None]) if get_ident() == thread else ordinary(*args, **kwargs)
 

@@ -25,7 +25,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import Parts, arguments_of, text_decoder_of
 from radixtrain.hf.collated import CollatedBatches
-from radixtrain.hf.guards.draws import generator_states, has_drawn, number_that_draws, set_generator_states
+from radixtrain.hf.guards.draws import generator_states, has_drawn, set_generator_states, why_refused
 from radixtrain.hf.guards.model import forget_verdicts, verdict_of
 from radixtrain.hf.guards.rules import traits_of, why_unsupported
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
@@ -177,6 +177,7 @@ class BackboneHooks:
         if traits == self.traits:
             return
         forget_verdicts(decoder)
+        self.drew = None
         self.changed = why_unsupported(parts, "share_prefixes")
         mixers = list(mixers_of(decoder).values())
         if not set(mixers) <= set(self.mixers):
@@ -224,16 +225,12 @@ class BackboneHooks:
         return batches.outputs(self.model, output, call)
 
     def _why_drawn(self, backbone: PreTrainedModel, call: RadixCall) -> str | None:
-        """Say what a pass drew at random. Modules may hold a number that the configuration does not have."""
-        if self.collated.options.allow_dropout or not has_drawn(call.layout.device, call.generators):
+        """Say what a pass drew at random, unless it was allowed or changes nothing."""
+        if not has_drawn(call.layout.device, call.generators):
             return None
-        decoder = text_decoder_of(backbone)
-        reason = verdict_of(self.model, backbone, progress=self.progress, drew=True).reason
-        return reason and (
-            f"{reason} ({number_that_draws(decoder) or 'in a layer'}), once for a shared token, but an ordinary batch "
-            f"draws once per copy; set it to 0 in the modules, which read the configuration only when they are made, "
-            f"or allow it by name: allow_dropout"
-        )
+        allowed = self.collated.options.allow_dropout
+        reason = verdict_of(self.model, backbone, progress=self.progress, allowed=allowed, drew=True).reason
+        return reason and why_refused(reason, text_decoder_of(backbone), allowed)
 
     def _without_sharing(self, backbone: PreTrainedModel, call: RadixCall, reason: str) -> Any:
         """Refuse a pass that drew, or compute it again as an ordinary one, from the same generators."""

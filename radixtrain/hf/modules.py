@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -54,56 +54,6 @@ def interfaces_of(module_class: object) -> tuple[AttentionInterface, ...]:
 def eager_places(module_class: object) -> list[tuple[dict[str, Any], str]]:
     """List the files, as namespaces, and the names in them where its methods find their own eager attention."""
     return [(space, name) for space, name in _globals(module_class) if name.endswith(EAGER) and name in space]
-
-
-def why_replaced(module: Any) -> str | None:
-    """Say why a module may not attend although its class does: a `forward` of a subclass or in its place; or None.
-
-    Looks through `functools.partial` and wrappers that name what they wrap (`functools.wraps`), such as Accelerate's
-    and torch.compile's.
-    """
-    module_class, function = type(module), _written(module.forward)
-    is_of_class = function is _written(module_class.forward)  # others may hold their module, so they are not kept
-    if (_class_takes_attention if is_of_class else _takes_attention)(module_class, function):
-        return None
-    name = getattr(function, "__qualname__", type(function).__qualname__)  # a text of the object may be its address
-    made = f"{getattr(function, '__module__', None)}.{name}"
-    return f"{module_class.__name__}.forward is {made}, which does not take its attention from AttentionInterface"
-
-
-def _written(method: Any) -> Any:
-    """Return the function inside of wrappers, bound methods and partial calls, which may also say what they wrap."""
-    while (inner := _inside(inspect.unwrap(method))) is not method:
-        method = inner
-    return method
-
-
-def _inside(method: object) -> Any:
-    return method.func if isinstance(method, partial) else getattr(method, "__func__", method)
-
-
-def _takes_attention(module_class: Any, forward: Any) -> bool:
-    """Return whether a forward function, a method that it names, or `__init__` names an AttentionInterface.
-
-    A method is the first of its name in the class and those that it inherits from; after a `super()` any of them.
-    """
-    todo, seen = [forward, _written(module_class.__init__)], set()
-    while todo:
-        function = todo.pop()
-        if not isinstance(function, FunctionType) or function in seen:
-            continue
-        seen.add(function)
-        names = {*_names(function.__code__)}
-        if any(isinstance(function.__globals__.get(name), AttentionInterface) for name in names):
-            return True
-        names |= {function.__name__} if "super" in names else set()
-        for name in names & {*dir(module_class)}:
-            methods = [vars(each)[name] for each in module_class.__mro__ if name in vars(each)]
-            todo += map(_written, methods if "super" in names else methods[:1])
-    return False
-
-
-_class_takes_attention: Any = cache(_takes_attention)
 
 
 def _globals(module_class: Any) -> Iterator[tuple[dict[str, Any], str]]:

@@ -9,7 +9,8 @@ a new packed document. So the hooks check that every layer ran ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +21,6 @@ from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.guards.batch import Options, check_choice
-from radixtrain.hf.guards.draws import check_dropout
 from radixtrain.hf.guards.rules import check_supported, traits_of, why_unsupported
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.modules import num_attention_layers
@@ -67,8 +67,9 @@ def share_prefixes(
     min_shared_tokens: merge branches that would save fewer tokens; a `RadixCollator` has its own.
     min_ratio: an ordinary batch with a smaller B x L / U runs as it is.
     allow_dropout: names of what may draw at random: a dropout module or a module around it, by one part of its path
-        without dots (such as `lora_dropout`), or a setting of the model or of an adapter. A shared token then draws
-        once, while an ordinary batch draws once per copy: still dropout, but no longer the same gradient.
+        without dots (such as `lora_dropout`), or a number that a module holds (such as `residual_dropout`). A shared
+        token then draws once, while an ordinary batch draws once per copy: still dropout, but no longer the same
+        gradient. Any other call that draws is refused.
     sp_group: a process group of torch.distributed whose n ranks compute each batch of a `RadixCollator` together
         (sequence parallelism): a rank holds U / n rows, and n ranks have room for n times the tokens. Every rank of the
         group gets the same batch, without `merge_labels`, and calls the model that was shared, PEFT's wrapper included.
@@ -89,9 +90,9 @@ def share_prefixes(
     shares. If they do not, the call is one that cannot be shared exactly.
 
     Raises UserError, with the reason, for sparse attention, for attention dropout, for positions that are not counted
-    from 0, for a dropout > 0 that draws and is not allowed, and for an attention or kernel that cannot run. What
-    depends on the batch, or is added later, is refused at the first batch that it would change. Raises TypeError for a
-    module without exactly one Hugging Face model.
+    from 0, and for an attention or kernel that cannot run. What depends on the batch, draws at random or is added later
+    is refused at the first batch that it would change. Raises TypeError for a module without exactly one Hugging Face
+    model.
 
     >>> model = share_prefixes(model)  # or share_prefixes(trainer.model), before trainer.train()
     >>> input_ids = torch.tensor([[7, 8, 9], [7, 8, 5]])
@@ -108,7 +109,6 @@ def share_prefixes(
         allow_dropout=allow_dropout,
     )
     check_supported(parts, "share_prefixes" if sp_group is None else "RadixCollator")
-    check_dropout(parts, options.allow_dropout)
     check_choice(parts.decoder, attention, kernel)
     _install(parts, options, None if sp_group is None else SplitModel(model, parts, sp_group))
     return model
@@ -160,6 +160,19 @@ def leave_refused_calls(model: nn.Module) -> None:
 def _state_of(model: nn.Module) -> _State | None:
     state: _State | None = getattr(model_inside(model), STATE, None)
     return state
+
+
+@contextmanager
+def shared_for_a_while(model: nn.Module) -> Iterator[None]:
+    """Share a model that is not shared, and restore it afterwards."""
+    is_shared = _state_of(model) is not None
+    if not is_shared:
+        share_prefixes(model)
+    try:
+        yield
+    finally:
+        if not is_shared:
+            restore_model(model)
 
 
 def options_of(model: nn.Module) -> dict[str, Any] | None:

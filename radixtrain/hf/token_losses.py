@@ -6,7 +6,6 @@ without a label, lengths, places in a row) is a different one, and no number sho
 refuse a gradient, unless it comes from a loss of this list that reads all of them:
 
 - the model's own, by `ForCausalLMLoss` of transformers;
-- label smoothing of a Hugging Face `Trainer`;
 - a function of `fused_heads.py`, of TRL or Liger;
 - whatever the collator vouches for (`token_loss`, `merge_labels`).
 
@@ -19,10 +18,9 @@ judged by its own loss. Anything else computed from the same logits adds to the 
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable
-from functools import update_wrapper, wraps
+from functools import update_wrapper
 from operator import itemgetter
 from typing import Any
 
@@ -70,7 +68,6 @@ def watched(rows: Tensor, is_trained: bool, place_rows: IntArray) -> Tensor:
     """
     if not torch.is_grad_enabled() or not (rows.requires_grad or is_trained):
         return rows
-    _know_label_smoothing()
     return _Watched.apply(rows if rows.requires_grad else rows.detach().requires_grad_(), LossWatch(place_rows))
 
 
@@ -159,19 +156,3 @@ class TokenLoss:
             delattr(model, name)
             if model.loss_function is not ForCausalLMLoss:  # another program had set it before
                 model.loss_function = ForCausalLMLoss
-
-
-def _know_label_smoothing() -> None:
-    """Recognise label smoothing as a mean over tokens, once `transformers.Trainer` has been imported."""
-    smoother = getattr(sys.modules.get("transformers.trainer_pt_utils"), "LabelSmoother", None)
-    if smoother is None or hasattr(smoother.__call__, "__wrapped__"):
-        return
-    ordinary = smoother.__call__
-
-    @wraps(ordinary)
-    def call(self: Any, model_output: Any, *args: Any, **kwargs: Any) -> Tensor:
-        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
-        loss: Tensor = ordinary(self, {"logits": for_token_loss(logits)}, *args, **kwargs)
-        return loss
-
-    smoother.__call__ = call

@@ -217,11 +217,17 @@ def _window(model: str, sees: Callable[..., Tensor], longest: int, num_rows: int
 
 
 def window_of(
-    layer: nn.Module, attention_mask: object, argument: int | None, longest: int, may_bind: bool, obeys_argument: bool
+    layer: nn.Module,
+    attention_mask: object,
+    written: OnMask | None,
+    argument: int | None,
+    longest: int,
+    may_bind: bool,
+    obeys_argument: bool,
 ) -> int | None:
     """Return the sliding window of a layer if it binds, else None.
 
-    argument: its `sliding_window`. longest: the batch's longest sequence, in tokens.
+    written: what is on its mask. argument: its `sliding_window`. longest: the batch's longest sequence, in tokens.
     obeys_argument: whether its own attention obeys only the argument, as flash attention does; any other obeys only its
     mask.
     """
@@ -230,7 +236,6 @@ def window_of(
             f"{name_of(layer)} gets a mask {tuple(attention_mask.shape)} that its model made, which tree attention "
             f"would leave out; {TRAIN_WITHOUT_SHARING}"
         )
-    written = on_mask(attention_mask)
     window = argument if obeys_argument else None if written is None else written.window
     if window is None and may_bind and not obeys_argument:
         raise UserError(

@@ -22,7 +22,7 @@ class AnswerSettings(Section):
     do_sample: draw tokens, with the same seed each time; false takes the most likely one.
     temperature: of sampling; null is the model's own.
     generation_kwargs: more of Hugging Face's `GenerationConfig`, such as `{top_p: 0.9, stop_strings: ["###"]}`.
-    batch_size: prompts at once; null chooses it: at most 256, 32 if each prompt has to be computed by itself.
+    batch_size: prompts at once; null is 256, or fewer if they are long.
     """
 
     SECTION: ClassVar[str] = "evaluate_generation"
@@ -65,9 +65,6 @@ class RunSettings(Section):
     early_stopping: end after this many validations without an improvement of save_best, or else of eval_loss.
     sp_size: ranks that compute each micro-batch together, each with a part of its unique rows.
     ddp_timeout: seconds that a rank waits for the others in a step.
-    push_to_hub: upload model/ to the Hugging Face hub after training.
-    hub_model_id: NAME or OWNER/NAME there; null takes the name of output_dir.
-    hub_private_repo: whether a new repository is private.
     seed_everything: seed of the initial adapters, the order of the rows and `data.val_size`.
     """
 
@@ -81,10 +78,7 @@ class RunSettings(Section):
     early_stopping: Count | None = None
     sp_size: Count = 1
     ddp_timeout: Annotated[int, Limits(1, 2_000_000)] = 1800  # gloo counts milliseconds in 32 bits
-    push_to_hub: bool = False
-    hub_model_id: str | None = None
-    hub_private_repo: bool = True
-    seed_everything: Annotated[bool | int, Limits(0, 2**32 - 1, "from 0 to 4294967295")] = 42
+    seed_everything: Annotated[int, Limits(0, 2**32 - 1)] = 42
     evaluate_generation: AnswerSettings = field(default_factory=AnswerSettings)
     model: ModelSettings
     data: DataSettings = field(default_factory=DataSettings)
@@ -102,18 +96,16 @@ class FromCheckpoint(RunSettings):
 
 
 @dataclass(kw_only=True)
-class Verify(RunSettings):
+class Verify(FromCheckpoint):
     """`verify`.
 
     num_steps: optimizer steps to compare, each from its own rows; the weights do not change.
     num_sequences: compare only the first ones of each step, which runs three times in float64 and twice in any other
         precision.
-    ckpt_path: a checkpoint of the run, whose weights are used.
     """
 
     num_steps: Count = 1
     num_sequences: Count | None = None
-    ckpt_path: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -152,17 +144,11 @@ class Export(Section):
         newest whole one.
     output_dir: the folder to write: absent, empty, or an earlier model, which is replaced.
     chat_template_path: a Jinja file in place of the tokenizer's own chat template.
-    push_to_hub: upload the folder to the Hugging Face hub.
-    hub_model_id: NAME or OWNER/NAME there; null takes the name of output_dir.
-    hub_private_repo: whether a new repository is private.
     """
 
     ckpt_path: str
     output_dir: str
     chat_template_path: str | None = None
-    push_to_hub: bool = False
-    hub_model_id: str | None = None
-    hub_private_repo: bool = True
 
 
 @dataclass

@@ -261,7 +261,7 @@ def _made(kind: Any, values: Mapping[str, Any]) -> Any:
     for key in fields_of(kind):
         section, _, name = key.name.rpartition(".")
         inside, source = tree.setdefault(section, {}) if section else tree, key.filled_by or key.name
-        if source in values and (not key.filled_by or type(values[source]) in parts_of(key.type)):
+        if source in values:
             inside[name] = values[source]
     return TypeAdapter(kind).validate_json(json.dumps(tree), strict=True)
 
@@ -285,7 +285,7 @@ def _sentence(command: str, key: Key, is_given: bool, value: Any) -> str:
     else:
         expected = " or ".join(dict.fromkeys([*others, *choices]))
     is_plain = all(part in EXPECTED or get_origin(part) is Literal for part in parts)
-    meant = did_you_mean(str(value), choices) if choices else ""
+    meant = did_you_mean(str(value), choices, cutoff=0.7) if choices else ""
     unset = f"; the default is {key.default}" if value is None and key.default else ""
     more = "" if is_plain else f" (`radixtrain {command} --help {key.name}` says more)"
     return f"{key.name} must be {expected}; got {shortened(value)}{meant}{unset}{more}"

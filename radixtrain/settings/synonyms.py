@@ -59,17 +59,19 @@ NO_KEYS = {
     "fit imitates answers; for preferences use share_prefixes in a trainer (docs/any-trainer.md)": "rl stage rlhf_type",
     "weights have 4 bits with model.load_in_4bit, or else those of model.dtype": "load_in_8bit load_in_16bit",
     "callbacks and plugins of Lightning are for a script with RadixModule (docs/configuration.md)": "callbacks plugins",
+    "torchrun or srun starts the ranks of several machines (docs/devices.md)": "num_nodes nnodes",
+    "steps and shares of an epoch are values of trainer.val_check_interval": "check_val_every_n_epoch",
     "for a part of the rows give a file of them; trainer.max_steps ends a run": "limit_train_batches "
     "limit_test_batches limit_predict_batches overfit_batches",
     "2 steps of the validation are tried before training; trainer.limit_val_batches: 0 skips "
     "validations": "num_sanity_val_steps",
+    "to upload a model write `hf upload OWNER/NAME OUTPUT_DIR/model`": "push_to_hub hub_model_id hub_private_repo",
+    "delete the folder data.cache_dir to tokenise again": "overwrite_cache",
     "a settings file names no other one; give --config twice": "config",
     "a checkpoint is always read as data, never run as code": "weights_only",
     "the tokens of the model's own tokenizer are used": "eos_token pad_token bos_token special_tokens add_tokens "
     "new_special_tokens additional_special_tokens",
 }
-MEANT = {name: key for key, names in SYNONYMS.items() for name in names.split()}
-NOT_HERE = {name: reason for reason, names in NO_KEYS.items() for name in names.split()}
 NEAR = 0.82  # a guess that is less alike misleads, such as train_on for train_on_eos
 NEGATIONS = {"no", "not", "non", "disable", "without", "skip", "dont", "never"}
 
@@ -84,14 +86,19 @@ def suggestion(command: str, name: str, known: Mapping[str, str]) -> str:
     if whole := next((key for key in known if name.startswith(f"{key}.")), ""):
         return f": write the whole value of {whole}"
     last = name.rpartition(".")[2].replace("-", "_")
-    key, _, note = MEANT.get(last, "").partition(": ")
+    key, _, note = _entry(SYNONYMS, last).partition(": ")
     if key in known:
         return f": here it is {', '.join(filter(None, [key, note]))}"
-    if last in NOT_HERE:
-        return f": {NOT_HERE[last]}"
+    if reason := _entry(NO_KEYS, last):
+        return f": {reason}"
     by_last = {key.rpartition(".")[2]: key for key, filled_by in known.items() if not filled_by}
     close = [last] if last in by_last else get_close_matches(last, by_last, n=1, cutoff=NEAR)
     if not close:
         return f" (`radixtrain {command} --help` lists the keys)"
     negated = ", negated" if NEGATIONS & ({*last.split("_")} - {*close[0].split("_")}) else ""
     return f", did you mean {by_last[close[0]]}{negated}?"
+
+
+def _entry(table: Mapping[str, str], name: str) -> str:
+    """Return the key of a table that has this name; empty if none has."""
+    return next((key for key, names in table.items() if name in names.split()), "")

@@ -21,7 +21,6 @@ from typing import Any
 from radixtrain.checkpoints.folder import Checkpoint, help_to_write, write_checkpoint
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import add_gradient, ranks
-from radixtrain.errors import UserError
 from radixtrain.training.devices.fabric import is_sharded
 from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.run_state import (
@@ -49,13 +48,6 @@ class Loop(Runner):
         super().__init__(*arguments)
         self.record, self.saver, settings = record, record.saver, self.settings
         self.max_steps, self.max_epochs = settings.max_steps, settings.max_epochs
-        self.check_val_every_n_epoch = settings.check_val_every_n_epoch
-        self.val_check_interval = 1.0 if settings.val_check_interval is None else settings.val_check_interval
-        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
-            raise UserError(
-                f"trainer.check_val_every_n_epoch: null counts steps over the epochs: set trainer.val_check_interval "
-                f"to a number of steps; it is {self.val_check_interval}"
-            )
         self._seconds = settings.max_seconds
         self.is_out_of_time = self.validating = False
         self._unlogged: dict[str, Any] = {}
@@ -179,17 +171,10 @@ class Loop(Runner):
         """Return whether a validation follows the step of this index in its epoch."""
         if not self._has_validation:
             return False
-        num_batches, every, interval = (
-            self.module.position.num_batches,
-            self.check_val_every_n_epoch,
-            self.val_check_interval,
-        )
-        if every is None:
-            return num_batches % int(interval) == 0
-        if (num_batches - 1) // self.length % every != every - 1:
-            return False
-        steps = interval if isinstance(interval, int) else max(1, int(self.length * interval))
-        return (index + 1) % steps == 0
+        interval = self.settings.val_check_interval
+        if isinstance(interval, int):
+            return self.module.position.num_batches % interval == 0
+        return (index + 1) % max(1, int(self.length * interval)) == 0
 
     @property
     def _has_validation(self) -> bool:

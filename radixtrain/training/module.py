@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -23,7 +24,6 @@ from radixtrain.hf.share import options_of, share_prefixes
 from radixtrain.hf.sharing_report import warn_of_rounding
 from radixtrain.settings.sections import ModelSettings
 from radixtrain.training.answers.answering import check_answering
-from radixtrain.training.answers.predictions import PredictedAnswers, scored_records
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, check_weights_finite
 from radixtrain.training.fault_tolerance.run_state import Position, seed_per_rank
 from radixtrain.training.optimizer import num_steps_of_run, optimizer_of, schedule
@@ -32,6 +32,9 @@ from radixtrain.training.start.loading import load_trainable
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
+
+if TYPE_CHECKING:
+    from radixtrain.training.answers.predictions import PredictedAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +58,7 @@ class RadixModule(L.LightningModule):
         self.plain_head: bool | None = None
         self.speed = Speed()
         self.steps_per_epoch: int | None = None
-        self.answers, self.position = PredictedAnswers(), Position(0, 0)
+        self.position = Position(0, 0)
         self.is_stepping = False
         """Whether the weights are being changed; a checkpoint saved then would be in the middle of a step."""
         self.generators_before_step: dict[str, Any] | None = None
@@ -65,6 +68,13 @@ class RadixModule(L.LightningModule):
         self.last_step: dict[str, Any] = {}
         """The metrics of the last step, as they were logged: reading a tensor among them waits for the device."""
         self.guard = NonFiniteGuard(self.hparams.on_nonfinite, self.hparams.max_skipped_steps)
+
+    @cached_property
+    def answers(self) -> PredictedAnswers:
+        """Return the answers of `predict`."""
+        from radixtrain.training.answers.predictions import PredictedAnswers  # here, since a run that trains has none
+
+        return PredictedAnswers()
 
     def configure_model(self) -> None:
         """Load and share the model, and examine its head, once, before a checkpoint is restored into it."""
@@ -153,6 +163,8 @@ class RadixModule(L.LightningModule):
 
     def predict_step(self, step: Step | list[Prompt], index: int) -> list[dict[str, Any]]:
         """Return the file row, or None, and the log-probabilities of each sequence, or the answer to each prompt."""
+        from radixtrain.training.answers.predictions import scored_records
+
         assert self.model is not None
         if not isinstance(step, Step):
             trainer: Any = self.trainer
@@ -174,8 +186,7 @@ class RadixModule(L.LightningModule):
     def on_validation_start(self) -> None:
         check_weights_finite(self, "the weights cannot be evaluated")
 
-    def on_test_start(self) -> None:
-        check_weights_finite(self, "the weights cannot be evaluated")
+    on_test_start = on_validation_start
 
     def on_predict_start(self) -> None:
         check_weights_finite(self, "predict cannot start")
@@ -186,8 +197,7 @@ class RadixModule(L.LightningModule):
     def on_train_epoch_start(self) -> None:
         self.speed.start()  # validation between epochs does not count as training
 
-    def on_validation_end(self) -> None:
-        self.speed.start()  # nor does one inside an epoch
+    on_validation_end = on_train_epoch_start  # nor does one inside an epoch
 
     def verify(self, features: Features, collator: StepCollator) -> EquivalenceReport:
         """Check whether an optimizer step of these sequences has the gradient of ordinary Hugging Face.

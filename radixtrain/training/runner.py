@@ -25,7 +25,6 @@ from radixtrain.hf.guards.draws import evaluating
 from radixtrain.screen import print_lines, printable
 from radixtrain.settings.sections import TrainerSettings
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
-from radixtrain.training.answers.predictions import PredictionWriter
 from radixtrain.training.devices.fabric import is_sharded
 from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.run_folder import RECORD
@@ -55,11 +54,11 @@ class Runner:
         self.fabric, self.settings, self.output_dir = fabric, settings, output_dir
         self.loggers: list[Any] = list(loggers)
         self.evaluation, self.config = evaluation, config
-        self.bar = ProgressLines(sys.stderr.isatty(), settings.enable_progress_bar is not False)
+        self.bar = ProgressLines(sys.stderr.isatty(), settings.enable_progress_bar)
         self.state = SimpleNamespace(fn="fit")
         self.strategy, self.precision_plugin = fabric.strategy, fabric.strategy.precision
         self.ckpt_path: str | None = None
-        self.log_every_n_steps = 10 if settings.log_every_n_steps is None else settings.log_every_n_steps
+        self.log_every_n_steps = settings.log_every_n_steps
         self.loaders: list[Any] = []
         torch.use_deterministic_algorithms(bool(settings.deterministic), warn_only=settings.deterministic == "warn")
         if settings.deterministic:
@@ -217,6 +216,8 @@ class Evaluation(Runner):
     @torch.no_grad()
     def predict(self, module: RadixModule, data: SFTData, ckpt_path: str | None = None) -> None:
         """Write scores of the rows to predict, or answers to them."""
+        from radixtrain.training.answers.predictions import PredictionWriter
+
         with self.ending():
             self._begin_placed("predict", module, data, ckpt_path)
             loader, writer = data.predict_dataloader(), PredictionWriter(self.output_dir)

@@ -64,7 +64,7 @@ class BlockLayout:
         of_entries = tuple((start, end, start, end) for start, end in pairwise(bounds.tolist()))
         longest = max(self.lengths)
         ragged = Ragged(cu_seqlens, cu_seqlens, longest, longest, causal=True, bounds=of_entries)
-        return Piece(self.queries, self.keys, ragged, in_window=True)
+        return Piece(self.queries, self.keys, ragged)
 
     def mask(self) -> Tensor:
         """Return the mask (U, U), bool, by which query q sees the later key k because both are in one block."""

@@ -10,6 +10,7 @@ T packed tokens, U unique rows, B sequences, S segments.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple, Self
@@ -165,7 +166,7 @@ class TreeLayout(Movable):
     def num_rows(self) -> int:
         return self._host.lengths[0]
 
-    @property
+    @cached_property
     def max_seqlen(self) -> int:
         """Return the tokens of the longest sequence."""
         return self._host.longest[BOUNDS.index("cu_seqlens")]
@@ -208,8 +209,8 @@ class TreeLayout(Movable):
         return self.gather_indices - self.cu_seqlens[sequences_of(self.gather_indices, self.cu_seqlens)]
 
     @cached_property
-    def requests(self) -> dict[Any, Any]:
-        """Return what layers have asked for of attention, by that; filled by `tree_attention`."""
+    def ways(self) -> dict[Any, Any]:
+        """Return what computes the attention of layers, by what they ask for; filled by `tree_attention`."""
         return {}
 
     @cached_property
@@ -244,6 +245,16 @@ class TreeLayout(Movable):
         """Return the call of `path`: new rows of each sequence onto its root path, causal."""
         return self._causal_sections(*OF_PATHS[1:])
 
+    def onto_paths(self, piece: Piece) -> Piece:
+        """Replace the keys of a piece, given by an index tensor, by their copies in `path_keys`.
+
+        A row has a copy in the path that brings it, whose last copies are the rows that it brings.
+        """
+        of_q, of_k = (self.section(name) for name in OF_PATHS[1:])
+        assert isinstance(piece.k_rows, Tensor)
+        moved = (of_k - of_q)[1:][sequences_of(piece.k_rows, of_q)]
+        return replace(piece, k_rows=piece.k_rows + moved)
+
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Return the calls of `cascade`; the first covers every row."""
@@ -252,20 +263,6 @@ class TreeLayout(Movable):
     def packed_pieces(self) -> tuple[Piece, ...]:
         """Return calls for kernels that take all entries at once."""
         return self._causal_sections("own", "own"), *self._packed_calls()
-
-    @cached_property
-    def separate_pieces(self) -> tuple[Piece, ...]:
-        """Return calls on the host in which no row is hidden from a query of another branch: one onto each segment.
-
-        A chain would hide what follows a branch from the rows before it.
-        """
-        starts, ends = self.segment_starts.tolist(), self.subtree_ends.tolist()
-        below = [
-            (last, end, first, last) for (first, last), end in zip(pairwise(starts), ends, strict=True) if end > last
-        ]
-        longest = _longest(np.array(starts))
-        own = self._causal(self.segment_starts, self.segment_starts, longest, longest)
-        return own, *map(_sliced, below)
 
     def pieces_on_host(self, most_rows: int) -> tuple[Piece, ...]:
         """Return calls for kernels that loop: groups of chains, and slices. most_rows: of a group of several chains."""

@@ -112,11 +112,6 @@ class PrefixPlan:
         return self.num_tokens / self.num_unique_tokens if self.num_tokens else 1.0
 
     @cached_property
-    def counts(self) -> IntArray:
-        """Count the packed tokens that stand for each row, (U,); 0 for a padding row."""
-        return read_only(np.bincount(self.inverse_indices, minlength=self.num_rows))
-
-    @cached_property
     def path_cu_seqlens_k(self) -> IntArray:
         lengths = lengths_of(self.cu_seqlens)[self.path_sequences]
         return read_only(cumulative(np.append(lengths, self.num_padding) if self.num_padding else lengths))
@@ -170,7 +165,10 @@ class PrefixPlan:
     @cached_property
     def segment_levels(self) -> IntArray:
         """Count the branches above each segment, (S,): 0 at a root."""
-        return read_only(levels_of(self.segment_parents.tolist()))
+        levels: list[int] = []
+        for parent in self.segment_parents.tolist():
+            levels.append(levels[parent] + 1 if parent >= 0 else 0)
+        return read_only(np.array(levels, dtype=np.int64))
 
     @property
     def depth(self) -> int:
@@ -249,14 +247,6 @@ def build_prefix_plan(
     )
     padding = -len(gather) % pad_to_multiple_of if pad_to_multiple_of else 0
     return _padded(plan, padding) if padding else plan
-
-
-def levels_of(segment_parents: list[int]) -> IntArray:
-    """Count the branches above each segment, (S,): 0 at a root."""
-    levels: list[int] = []
-    for parent in segment_parents:
-        levels.append(levels[parent] + 1 if parent >= 0 else 0)
-    return np.array(levels, dtype=np.int64)
 
 
 def _check_at_least_one(name: str, number: int | None) -> None:

@@ -38,8 +38,6 @@ class RadixInputs(Movable):
     place_rows: (B, P / B), int64, on the host. `prediction_rows`, for a model that computes its own loss: its head gets
         a row for each of them; -1 for those without a label. None if it gets the R predictors.
     token_loss: whether the loss is known to be a sum over tokens, whoever computes it.
-    is_left_padded: whether a feature was padded on the left and had no `position_ids`. They count from 0 here and from
-        the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
     num_tokens: original tokens that the batch adds to its step, if they are not those of its sequences: 0 for one that
         only fills up.
     split: the number of rows in all, or a `SplitLoss`, if a rank of an `sp_group` holds only some of them.
@@ -53,7 +51,6 @@ class RadixInputs(Movable):
     loss_weights: (P,). how many original tokens each entry stands for, int64; or its given weight, float32.
     label_indices: (P,), int64. the original token that each entry is, counted over all features back to back; None if
         an entry may stand for several.
-    old_logprobs, advantages: (P,), float32. as they were given, if they were.
     """
 
     rows: Tensor
@@ -61,7 +58,6 @@ class RadixInputs(Movable):
     host: Tensor | None = None
     place_rows: IntArray | None = None
     token_loss: bool = False
-    is_left_padded: bool = False
     num_tokens: int | None = None
     split: Any = None
 
@@ -70,8 +66,6 @@ class RadixInputs(Movable):
     prediction_rows = _section("prediction_rows")
     loss_weights = _section("loss_weights")
     label_indices = _section("label_indices")
-    old_logprobs = _section("old_logprobs")
-    advantages = _section("advantages")
 
     @classmethod
     def of(cls, **given: Any) -> RadixInputs:

@@ -125,35 +125,21 @@ class _Run(NamedTuple):
     is_fork: bool
 
 
-class _Choice(NamedTuple):
-    """Runs, and their groups that are computed in one call each; the calls in order."""
-
-    runs: Sequence[_Run]
-    groups: list[list[int]]
-
-    def cost(self, rates: RunCost) -> float:
-        """Return the cost of one layer with these runs."""
-        states = sum(run.is_fork for run in self.runs) + sum(run.parent >= 0 for run in self.runs)
-        calls = sum(rates.of_call(len(group), _call_length(self.runs, group)) for group in self.groups)
-        return calls + states * rates.state
-
-
 def cheapest_runs(segment_starts: IntArray, segment_parents: IntArray, rates: RunCost | None = None) -> RunLayout:
     """Return the runs of a plan that cost least among several choices of forks; no forks if none pays. On the CPU.
 
     segment_starts, segment_parents: (S+1,) and (S,), int64. as in `PrefixPlan`.
     rates: what the layers cost; by default `RATES`.
     """
-    return _layout(_cheapest(segment_starts, segment_parents, rates or RATES), int(segment_starts[-1]))
-
-
-def _cheapest(segment_starts: IntArray, segment_parents: IntArray, rates: RunCost) -> _Choice:
+    rates = rates or RATES
     options: list[tuple[int | None, int]] = [(None, 1)]
     if (segment_parents >= 0).any():
         options += product(MIN_SAVED, MULTIPLES)
     segments = segment_starts.tolist(), segment_parents.tolist()
     distinct = dict.fromkeys(tuple(_runs(*segments, *option)) for option in options)
-    return min((_choice(runs, rates) for runs in distinct), key=lambda choice: choice.cost(rates))
+    choices = [(runs, _groups(runs, rates)) for runs in distinct]
+    runs, groups = min(choices, key=lambda choice: _cost(choice[0], choice[1], rates))
+    return _layout(runs, groups, int(segment_starts[-1]))
 
 
 def runs_of_segments(
@@ -172,11 +158,19 @@ def runs_of_segments(
     rates: decides which leaves of different lengths share a call; by default `RATES`.
     """
     runs = tuple(_runs(segment_starts.tolist(), segment_parents.tolist(), min_saved, multiple))
-    return _layout(_choice(runs, rates or RATES), int(segment_starts[-1]))
+    return _layout(runs, _groups(runs, rates or RATES), int(segment_starts[-1]))
 
 
-def _choice(runs: Sequence[_Run], rates: RunCost) -> _Choice:
-    return _Choice(runs, [*_fork_groups(runs), *_leaf_groups(runs, rates)])
+def _groups(runs: Sequence[_Run], rates: RunCost) -> list[list[int]]:
+    """Return the groups of runs that are computed in one call each; the calls in order."""
+    return [*_fork_groups(runs), *_leaf_groups(runs, rates)]
+
+
+def _cost(runs: Sequence[_Run], groups: list[list[int]], rates: RunCost) -> float:
+    """Return the cost of one layer with these runs."""
+    states = sum(run.is_fork for run in runs) + sum(run.parent >= 0 for run in runs)
+    calls = sum(rates.of_call(len(group), _call_length(runs, group)) for group in groups)
+    return calls + states * rates.state
 
 
 class _Above(NamedTuple):
@@ -264,13 +258,12 @@ def _call_length(runs: Sequence[_Run], group: Sequence[int]) -> int:
     return max(longest, SHORTEST_FROM_STATE) if runs[group[0]].parent >= 0 else longest
 
 
-def _layout(choice: _Choice, num_rows: int) -> RunLayout:
+def _layout(runs: Sequence[_Run], groups: list[list[int]], num_rows: int) -> RunLayout:
     """Lay the runs out in calls; within a call, order them by the call that their states come from."""
-    runs = choice.runs
     place_of: dict[int, tuple[int, int]] = {-1: (-1, 0)}  # run -> its call, its place in it
     calls: list[RunCall] = []
     rows, parents = [np.zeros(0, dtype=np.int64)], []
-    for group in choice.groups:
+    for group in groups:
         ordered = sorted(group, key=lambda number: (place_of[runs[number].parent], number))
         place_of |= {number: (len(calls), place) for place, number in enumerate(ordered)}
         above = [place_of[runs[number].parent] for number in ordered if runs[number].parent >= 0]

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from transformers import PreTrainedModel
 
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.steps import Step, StepCollator
-from radixtrain.collators.targets import features_once
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.guards.batch import added_losses
@@ -147,8 +147,6 @@ def verify_step(
     precision: Lightning's name of it; a mixed one adds a comparison under autocast.
     """
     device = next(model.parameters()).device
-    if collator.shared_targets == "once":
-        features = features_once(features)
     unique = replace(collator, dedup=True, merge_labels=True)(features)
     plain = replace(collator, dedup=False, merge_labels=True)(features)
     with _filled_adapters(model):
@@ -191,7 +189,8 @@ def compare_gradients(
     tensors = tuple(
         _tensor_error(name, exact, ordinary.tensors[name], radix.tensors[name]) for name, exact in truth.tensors.items()
     )
-    return Rung(precision, truth.loss, ordinary.loss, radix.loss, tensors, judged)
+    losses = (torch.tensor(arm.loss, dtype=torch.float64) for arm in (truth, ordinary, radix))
+    return Rung(precision, _tensor_error("the loss", *losses), tensors, judged)
 
 
 def _has_experts(base: PreTrainedModel) -> bool:
@@ -238,11 +237,10 @@ def _without_added_losses(model: nn.Module) -> Iterator[None]:
 
 def _tensor_error(name: str, truth: Tensor, ordinary: Tensor, radix: Tensor) -> TensorError:
     exact = truth.double()
-    ordinary_difference, radix_difference = ((x.double() - exact).norm().item() for x in (ordinary, radix))
-    off = (radix.double() - exact).abs().nan_to_num(nan=float("inf"))
+    off, by_ordinary = ((x.double() - exact).abs().nan_to_num(inf, inf) for x in (radix, ordinary))
     place = tuple(int(index) for index in torch.unravel_index(off.argmax(), off.shape))
     values = radix[place].item(), ordinary[place].item(), exact[place].item()
-    return TensorError(name, exact.norm().item(), ordinary_difference, radix_difference, place, values)
+    return TensorError(name, exact.norm().item(), by_ordinary.norm().item(), off.norm().item(), place, values)
 
 
 @contextmanager

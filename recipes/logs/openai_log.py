@@ -1,4 +1,4 @@
-"""Convert a log of OpenAI Responses into chats, one row per line.
+"""Convert a log of OpenAI Responses or Chat Completions into chats, one row per line.
 
 python recipes/logs/openai_log.py < log.jsonl > chats.jsonl
 """
@@ -29,7 +29,19 @@ def function(tool):
     return {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["parameters"]}
 
 
+def completions(request, choices, **others):
+    """Yield a chat for each choice of a call of Chat Completions."""
+    for choice in choices:
+        if choice.get("finish_reason") in ("length", "content_filter"):
+            raise SystemExit("an answer was cut off, and the model would learn to stop there: remove the row")
+        chat = {"prompt": request["messages"], "completion": [choice["message"]]}
+        yield {**others, "tools": request.get("tools"), **chat}
+
+
 for row in map(json.loads, sys.stdin):
+    if "choices" in row.get("response", {}):  # as a proxy logs a call
+        print(*map(json.dumps, completions(row.pop("request"), row.pop("response")["choices"], **row)), sep="\n")
+        continue
     if row.get("previous_response_id") or row.get("conversation"):
         raise SystemExit("the history is in another row: put its items before those of input")
     items = [{"role": "user", "content": row["input"]}] if isinstance(row["input"], str) else row["input"]

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from tiers import FULL
-from tiny_models import tiny_model
 from torch._dynamo.utils import counters
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.hf.guards.code import code_in
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
+from tests.support import FULL
+from tests.support.models import tiny_model
 
 pytestmark = FULL
 

@@ -17,20 +17,19 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-import trainer_harness
-from tiers import FULL, cases
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from trainer_loop import Stream
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support import FULL, cases, trainers
+from tests.support.trainers import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that Transformers will drop
 
-BAR = trainer_harness.BAR
+BAR = trainers.BAR
 MISTAKE = 1e-3  # what a mistake changes is far more
 LEARNING_RATE = 1e-4
 STEPS = 6
@@ -88,7 +87,7 @@ def word_tokenizer() -> Any:
 def settings(folder: Path, accumulation: int, **others: Any) -> dict[str, Any]:
     """Of a Hugging Face trainer."""
     own = {"gradient_accumulation_steps": accumulation, "train_sampling_strategy": "sequential", "max_steps": STEPS}
-    return trainer_harness.settings(folder, **{**own, **others})
+    return trainers.settings(folder, **{**own, **others})
 
 
 def logged(trainer: Any) -> History:
@@ -256,7 +255,6 @@ CASES = {
     **{f"{name}, accumulation": partial(train, accumulation=3) for name, train in TRAINERS.items()},
     "Trainer, checkpointing": partial(hugging_face, accumulation=3, gradient_checkpointing=True),
     "Trainer, workers": partial(hugging_face, dataloader_num_workers=2),
-    "Trainer, label smoothing": partial(hugging_face, accumulation=3, label_smoothing_factor=0.1),
     "Trainer, split": partial(hugging_face, accelerator_config=SPLIT),
     "Accelerate, split": partial(accelerate, **SPLIT),
     "SFTTrainer, LoRA": partial(trl, lora=True),

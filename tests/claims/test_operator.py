@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from one_softmax import assert_exact, with_gradients
-from plans import NESTED, agent, attention_inputs, comb, plan_of
-from tiers import cases
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -20,6 +17,8 @@ from radixtrain.attention import EVERYWHERE, tree_attention
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
+from tests.support import cases
+from tests.support.batches import NESTED, agent, assert_exact, attention_inputs, comb, plan_of, with_gradients
 
 OPERATOR = torch.ops.radixtrain.tree_attention.default
 SINKS = torch.linspace(-1, 2, 4, dtype=torch.float64)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import batch_contents
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from radixtrain import RadixCollator
 from radixtrain.collators.steps import PaddedCollator, Step, StepCollator
 from radixtrain.hf.guards.batch import on_device_of_rows
+from tests.support import batches
 
 SEQUENCES = [1, 1, 2, 3], [1, 1, 2, 4, 4], [1, 1, 5], [2, 2, 1], [2, 2, 3]
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in SEQUENCES]
@@ -67,7 +67,7 @@ MOVERS: dict[str, Callable[[Any], Any]] = {
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """Of a batch, or of the micro-batches of a step."""
-    return batch_contents.tensors_of(batch.micro_batches if isinstance(batch, Step) else batch)
+    return batches.tensors_of(batch.micro_batches if isinstance(batch, Step) else batch)
 
 
 def with_elements(batch: Any) -> list[Tensor]:

@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tiers import FULL
 from transformers import AutoTokenizer
 
 from radixtrain.collators.steps import StepCollator
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support import FULL
 
 pytestmark = FULL
 

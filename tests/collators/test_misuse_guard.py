@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
-from tiers import FULL, cases
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -17,6 +16,7 @@ from radixtrain.collators.misuse_guard import check_not_dispatched, end_watch
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
+from tests.support import FULL, cases
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 MESSAGE = (
@@ -133,11 +133,6 @@ class Own(nn.Module):
         return len(batch)
 
 
-class Embedded(Own):
-    def forward(self, **batch: Any) -> Any:
-        return self.model.get_input_embeddings()(batch["input_ids"])
-
-
 class Late(Own):
     """Prepares its model when it is first called."""
 
@@ -155,26 +150,6 @@ def test_modules_of_the_user_are_left_alone(tiny_qwen3: Callable[..., Any]) -> N
         batch = RadixCollator()(FEATURES)
         assert is_watching()
         assert module(**batch) == len(batch)
-
-
-class Narrow(Own):
-    def forward(self, input_ids: Any, labels: Any = None) -> Any:  # type: ignore[override]
-        return self.model(input_ids=input_ids, labels=labels)
-
-
-def test_a_module_that_takes_only_some_entries(tiny_qwen3: Callable[..., Any]) -> None:
-    module = Narrow(share_prefixes(tiny_qwen3()))
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"Narrow got a batch of RadixCollator, and its forward takes no .*radix"):
-            module(**RadixCollator()(FEATURES))
-
-
-def test_a_second_batch_for_a_module_of_the_user_ends_the_watch(tiny_qwen3: Callable[..., Any]) -> None:
-    """Or every call of a module would pay for it."""
-    batch, module = RadixCollator()(FEATURES), nn.parallel.DataParallel(Embedded(tiny_qwen3()))
-    assert module(**batch).shape[:2] == batch["input_ids"].shape
-    module(**batch)
-    assert not is_watching()
 
 
 def test_an_ordinary_batch_is_left_alone(tiny_qwen3: Callable[..., Any]) -> None:

@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from batch_contents import as_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.errors import UserError
 from radixtrain.testing import ragged_batches
+from tests.support.batches import as_python
 
 N = -100
 DOCSTRING = [
@@ -171,8 +171,3 @@ def test_features_are_left_alone():
     ids, labels = np.array([7, 8]), np.array([7, 8])
     RadixCollator()([{"input_ids": ids, "labels": labels}])
     assert (ids.tolist(), labels.tolist()) == ([7, 8], [7, 8])
-
-
-def test_another_kind_of_tensors_is_refused():
-    with pytest.raises(ValueError, match=r"^RadixCollator returns torch tensors; return_tensors='np' is not avail"):
-        RadixCollator(return_tensors="np")

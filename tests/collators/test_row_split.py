@@ -14,18 +14,16 @@ from radixtrain.collators.row_split import split_batch
 from radixtrain.collators.steps import StepCollator
 from radixtrain.testing import ragged_batches
 
-FLOATS = ("old_logprobs", "advantages")
-
 
 def predictions(batch: dict[str, Any], first_row: int = 0) -> Counter[tuple[Any, ...]]:
-    """(row, label, floats) -> weight, without predictions of weight 0."""
-    rows = (batch["radix"].predictor_indices[batch["radix"].prediction_rows] + first_row).tolist()
-    columns = [x.tolist() for name in FLOATS if (x := getattr(batch["radix"], name)) is not None]
+    """(row, label, token) -> weight, without predictions of weight 0."""
+    radix = batch["radix"]
+    rows = (radix.predictor_indices[radix.prediction_rows] + first_row).tolist()
+    columns = [] if radix.label_indices is None else [radix.label_indices.tolist()]
     found: Counter[tuple[Any, ...]] = Counter()
-    for row, label, weight, *floats in zip(
-        rows, batch["shift_labels"][0].tolist(), batch["radix"].loss_weights.tolist(), *columns, strict=True
-    ):
-        found[row, label, *floats] += weight
+    entries = zip(rows, batch["shift_labels"][0].tolist(), radix.loss_weights.tolist(), *columns, strict=True)
+    for row, label, weight, *tokens in entries:
+        found[row, label, *tokens] += weight
     return Counter({key: weight for key, weight in found.items() if weight})
 
 
@@ -36,7 +34,6 @@ def test_the_parts_together_are_the_micro_batch(sequences, size, has_floats, mul
     for ids in sequences:
         features.append({"input_ids": ids, "labels": [data.draw(st.sampled_from([-100, 0, 1])) for _ in ids]})
         if has_floats:
-            features[-1] |= {name: [0.5 * place for place in range(len(ids))] for name in ("old_logprobs",)}
             features[-1]["loss_weights"] = [1.0 + place % 3 for place in range(len(ids))]
     whole = RadixCollator(merge_labels=True, pad_to_multiple_of=multiple)(features)
     parts = [split_batch(whole, rank, size) for rank in range(size)]

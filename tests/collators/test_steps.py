@@ -2,21 +2,43 @@
 
 import pickle
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from batch_contents import as_python, predictions_of, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import cases
 from torch.utils.data import DataLoader
 
 from radixtrain import share_prefixes
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import ragged_batches
+from tests.support import cases
+from tests.support.batches import as_python, tensors_of
+
+
+def histories_of_rows(batch: dict[str, Any], sequences: Sequence[list[int]]) -> list[tuple[int, ...]]:
+    """For every row that the model computes, the tokens up to it, read from the sequence that the row comes from."""
+    if "attention_mask" in batch:
+        width = batch["input_ids"].shape[1]
+        return [tuple(sequences[n // width][: n % width + 1]) for n in range(batch["input_ids"].numel())]
+    ends = [tuple(ids[: n + 1]) for ids in sequences for n in range(len(ids))]
+    return [ends[token] for token in batch["radix"].layout.gather_indices.tolist()]
+
+
+def predictions_of(batch: dict[str, Any], sequences: Sequence[list[int]]) -> Counter[tuple[tuple[int, ...], int]]:
+    """(whole history of the predictor, label) -> its weight in the loss."""
+    rows, found = histories_of_rows(batch, sequences), Counter()
+    predictors, labels = batch["radix"].predictor_indices.tolist(), batch["shift_labels"].flatten().tolist()
+    predictors = [predictors[row] for row in batch["radix"].prediction_rows.tolist()]
+    for row, label, weight in zip(predictors, labels, batch["radix"].loss_weights.tolist(), strict=True):
+        if weight:
+            found[rows[row], label] += weight
+    return found
+
 
 N = -100
 FEATURES = [
@@ -110,7 +132,6 @@ OPTIONS = [
     {"min_shared_tokens": 3},
     {"pad_to_multiple_of": 4},
     {"min_shared_tokens": 4, "pad_to_multiple_of": 3},
-    {"shared_targets": "once"},
     {"dedup": False},
 ]
 
@@ -124,8 +145,7 @@ def test_the_ranks_together_make_the_step_however_it_is_cut(features, max_tokens
     assert len({len(step.micro_batches) for step in shares}) == 1
     seen = [index for step in shares for members in step.members for index in members]
     assert sorted(seen) == list(range(len(features)))
-    once, expected = options.get("shared_targets") == "once", expected_predictions(features)
-    expected = predictions(one(features), features) if once else expected
+    expected = expected_predictions(features)
     assert sum((predictions(step, features) for step in shares), Counter()) == expected
     num_tokens = sum(len(feature["input_ids"]) for feature in features)
     prefixes = {

@@ -52,7 +52,6 @@ def test_long_causal_entries_are_strips_and_very_long_ones_are_left_to_the_kerne
     """Strips see what is before them and are about equally high: one query more than one holds is two halves."""
     found = cut([(2 * STRIP, 2 * STRIP)])
     assert shapes(found) == [(1, STRIP, STRIP, 0, 0), (1, STRIP, 2 * STRIP, STRIP, 0)]
-    assert found.keys_meet
     assert (found.parts[1].mask == 0).int().sum(1).tolist() == list(range(STRIP + 1, 2 * STRIP + 1))
     assert [b.num_queries for b in cut([(STRIP + 1, STRIP + 1)]).parts] == [STRIP // 2, STRIP // 2 + 1]
     (part,) = cut([(LONG, LONG)]).parts

@@ -7,8 +7,6 @@ from itertools import accumulate, product
 import numpy as np
 import pytest
 import torch
-from one_softmax import NAMES, by_the_book, distances_of_plan, one_softmax, with_gradients
-from plans import attention_inputs
 
 from radixtrain import build_prefix_plan, tree_attention
 from radixtrain.attention import PREFERRED_ON_CUDA, choose_attention
@@ -20,6 +18,7 @@ from radixtrain.kernels.varlen import PACKAGES, package_missing, varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout
+from tests.support.batches import NAMES, attention_inputs, by_the_book, distances_of_plan, one_softmax, with_gradients
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +58,7 @@ def on_host(tensors):
 def test_strategies_in_bfloat16(attention, kernel, modifiers):
     """As near to float64 as by the book; with modifiers, as the formula in bfloat16."""
     plan, options = nested_plan(), {name: value for name, value in modifiers.items() if name != "sinks"}
-    asked = {name: name in modifiers for name in ("softcap", "window", "sinks")}
+    asked = {name: name in modifiers for name in ("softcap", "window")}
     try:
         choose_attention(attention, kernel, CUDA, torch.bfloat16, 64, **asked)
     except UserError:

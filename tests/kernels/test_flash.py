@@ -10,14 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_stand_ins import HALF, Flash
-from one_softmax import NAMES, assert_exact, by_the_book, distances_of_plan, one_softmax, with_gradients
-from plans import attention_inputs, longer, plan_of
-from tiers import FULL
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from radixtrain.kernels import efficient, flash
+from radixtrain.kernels import efficient
 from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.kernels.efficient import EfficientKernel
 from radixtrain.kernels.flash import (
@@ -33,6 +29,19 @@ from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
+from tests.kernels.cuda_stand_ins import HALF, Flash
+from tests.support import FULL
+from tests.support.batches import (
+    NAMES,
+    assert_exact,
+    attention_inputs,
+    by_the_book,
+    distances_of_plan,
+    longer,
+    one_softmax,
+    plan_of,
+    with_gradients,
+)
 
 pytestmark = FULL
 aten = torch.ops.aten
@@ -94,19 +103,18 @@ class NothingIsReadBack(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def route_of(strategy: str, layout: TreeLayout) -> Route:
+def route_of(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: Scoring) -> Route:
     """A strategy with the pieces that it takes on CUDA."""
     if strategy == "cascade":
-        return Route(layout.packed_pieces())
+        return Route(layout.packed_pieces(), kernel, scoring)
     if strategy == "path":
-        return Route((layout.paths,), layout.path_keys)
-    tokens = layout.inverse_indices
-    return Route((layout.sequences,), tokens, tokens, layout.gather_indices)
+        return Route((layout.paths,), kernel, scoring, layout.path_keys)
+    return Route((layout.sequences,), kernel, scoring, layout.inverse_indices, layout.gather_indices)
 
 
 def on_cuda(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: Scoring) -> Callable[..., Tensor]:
-    route = route_of(strategy, layout)
-    return lambda q, k, v, *sinks: routed_attention(q, k, v, route, kernel, scoring, *sinks)
+    route = route_of(strategy, layout, kernel, scoring)
+    return lambda q, k, v, *sinks: routed_attention(q, k, v, route, *sinks)
 
 
 def by_softmax(plan: PrefixPlan, scoring: Scoring) -> Callable[..., Tensor]:
@@ -290,4 +298,5 @@ def test_what_cudnn_lacks(monkeypatch: pytest.MonkeyPatch, lacks: dict, said: st
 
 
 def test_this_torch_takes_a_window() -> None:
-    assert flash.takes_window()
+    for name in ("_flash_attention_forward", "_flash_attention_backward"):
+        assert "window_size_left" in str(getattr(aten, name).default._schema)

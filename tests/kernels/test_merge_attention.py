@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from one_softmax import assert_exact, one_softmax, random_tensors, with_gradients
-from tiers import FULL
 from torch import Tensor
 
 from radixtrain.errors import UserError
@@ -20,12 +18,12 @@ from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel
 from radixtrain.kernels.merge_attention import (
     Piece,
     Route,
-    attention_in_pieces,
     merge_piece,
-    onto_copies,
     routed_attention,
 )
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
+from tests.support import FULL
+from tests.support.batches import assert_exact, one_softmax, random_tensors, with_gradients
 
 SCALE = 0.6
 SCORING = Scoring(SCALE)
@@ -79,7 +77,7 @@ def union_of(pieces: tuple[Piece, ...], num_rows: int) -> Tensor:
 
 
 def in_pieces(pieces: tuple[Piece, ...], kernel: VarlenKernel) -> Callable[..., Tensor]:
-    return lambda q, k, v, *sinks: routed_attention(q, k, v, Route(pieces), kernel, SCORING, *sinks)
+    return lambda q, k, v, *sinks: routed_attention(q, k, v, Route(pieces, kernel, SCORING), *sinks)
 
 
 SINKS = torch.tensor([-2.0, 0.0, 1.5, 40.0], dtype=torch.float64)  # from hardly there to everything
@@ -97,40 +95,30 @@ def test_one_softmax_over_the_union(kernel: VarlenKernel, name: str) -> None:
 
 @kernels
 def test_copies_of_rows(kernel: VarlenKernel) -> None:
-    """Queries 1 and 3 twice, keys up to three times; and a piece of which the keys are the rows themselves."""
-    queries, keys = torch.tensor([1, 0, 3, 1, 2, 3]), torch.tensor([2, 0, 2, 4, 4, 4])
+    """Rows 1 and 3 twice, as queries and as keys."""
+    copies = torch.tensor([1, 0, 3, 1, 2, 3])
     outputs = torch.tensor([1, 3, 4, 2])  # of two equal copies, one is read
     own = Piece(EVERYTHING, EVERYTHING, ragged([3, 3], [3, 3]))
-    tensors = random_tensors((4, 5))
-    found = with_gradients(
-        lambda q, k, v, sinks: routed_attention(q, k, v, Route((own,), keys, queries, outputs), kernel, SCORING, sinks),
-        tensors,
-        SINKS,
-    )
+    tensors, route = random_tensors((4, 4)), Route((own,), kernel, SCORING, copies, outputs)
+    found = with_gradients(lambda q, k, v, sinks: routed_attention(q, k, v, route, sinks), tensors, SINKS)
     seen = torch.tensor([[0, 1, 2], [3, 4, 5], [3, 4, 5], [0, 1, 2]])
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        copies = k[keys], v[keys]
         distances = torch.full((4, 6), -1).scatter_(1, seen, 0)
-        return one_softmax(q, *copies, sinks, distances=distances, scale=SCALE)
+        return one_softmax(q, k[copies], v[copies], sinks, distances=distances, scale=SCALE)
 
     assert_exact(found, with_gradients(attend, tensors, SINKS))
 
 
 @kernels
-def test_copies_and_the_rows_themselves(kernel: VarlenKernel) -> None:
-    keys, later = torch.tensor([1, 0, 1]), Piece(torch.tensor([2, 0]), slice(2, 4), ragged([2], [2]))
-    own = Piece(EVERYTHING, EVERYTHING, ragged([1, 2], [1, 2]))
-    tensors, route = random_tensors((3, 4)), Route(onto_copies(own, later), keys)
-    found = with_gradients(lambda q, k, v: routed_attention(q, k, v, route, kernel, SCORING), tensors)
+def test_two_pieces_onto_copies(kernel: VarlenKernel) -> None:
+    """Keys 1 0 1 3 2, of which the first query sees [1] and the others [0 1]; and 2 and 0 see [3 2] too."""
+    keys, later = torch.tensor([1, 0, 1, 3, 2]), Piece(torch.tensor([2, 0]), slice(3, 5), ragged([2], [2]))
+    own = Piece(EVERYTHING, EVERYTHING, ragged([1, 2, 0], [1, 2, 2]))
+    tensors, route = random_tensors((3, 4)), Route((own, later), kernel, SCORING, keys)
+    found = with_gradients(lambda q, k, v: routed_attention(q, k, v, route), tensors)
     distances = torch.tensor([[-1, 0, 0, 0], [0, 0, -1, -1], [0, 0, 0, 0]])
     assert_exact(found, with_gradients(partial(one_softmax, distances=distances, scale=SCALE), tensors))
-
-
-def test_a_window_needs_whole_sequences() -> None:
-    q, k, v, _ = random_tensors((10, 10))
-    with pytest.raises(AssertionError, match="a window needs the distance"):
-        attention_in_pieces(q, (k, v), PIECES["slices"], EagerKernel(), Scoring(SCALE, window=2), None)
 
 
 @kernels

@@ -10,9 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from one_softmax import assert_exact, distances_of_plan, one_softmax, with_gradients
-from plans import DEEP, NESTED, attention_inputs, longer, plan_of
-from tiers import FULL, tries
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
@@ -24,6 +21,18 @@ from radixtrain.kernels.tree_flex import flex_tree_attention, tree_block_mask
 from radixtrain.kernels.varlen_args import Scoring
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.layout import TreeLayout
+from tests.support import FULL, tries
+from tests.support.batches import (
+    DEEP,
+    NESTED,
+    assert_exact,
+    attention_inputs,
+    distances_of_plan,
+    longer,
+    one_softmax,
+    plan_of,
+    with_gradients,
+)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from itertools import accumulate, product
 
 import pytest
 import torch
-from one_softmax import assert_exact, random_tensors, softmax_and_lse
 from torch import Tensor
 
 from radixtrain.kernels import cpu_loops
@@ -17,6 +16,7 @@ from radixtrain.kernels.efficient import EfficientKernel
 from radixtrain.kernels.flash import CudnnKernel, TorchCUDAKernel
 from radixtrain.kernels.varlen import KERNELS, varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
+from tests.support.batches import assert_exact, random_tensors, softmax_and_lse
 
 Case = tuple[tuple[int, ...], tuple[int, ...], bool]
 # lengths of the queries, lengths of the keys, causal

@@ -13,9 +13,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from one_softmax import NAMES, assert_exact, by_the_book, distances_of_plan, one_softmax, with_gradients
-from plans import NESTED, attention_inputs, longer, plan_of
-from tiers import FULL, cases, tries
 from torch import Tensor
 
 from radixtrain import attention as attention_module
@@ -23,9 +20,22 @@ from radixtrain.attention import EVERYWHERE, PREFERRED_ON_CUDA, choose_attention
 from radixtrain.errors import UserError
 from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.kernels.varlen import ON_CUDA, PACKAGES
-from radixtrain.testing import assert_within_reference_error, ragged_batches, relative_error
+from radixtrain.testing import assert_within_reference_error, ragged_batches
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from tests.support import FULL, cases, tries
+from tests.support.batches import (
+    NAMES,
+    NESTED,
+    assert_exact,
+    attention_inputs,
+    by_the_book,
+    distances_of_plan,
+    longer,
+    one_softmax,
+    plan_of,
+    with_gradients,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WAYS = [(strategy, kernel) for strategy in ("cascade", "path", "expand") for kernel in ("torch", "eager")]
@@ -174,25 +184,6 @@ def test_window_counts_tokens_not_positions() -> None:
     assert_ways_are_exact(jumping, attention_inputs(jumping, torch.float64), {"window": 3})
 
 
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-@pytest.mark.parametrize(("attention", "sequence"), [("cascade", 0), ("cascade", 1), ("path", 0), ("expand", 1)])
-def test_a_row_that_broke_breaks_no_other_branch(broken: float, attention: str, sequence: int) -> None:
-    """Branches in one call under a mask, or in one chain: 0 x NaN would be NaN.
-
-    What no other sequence has may break with it; `path` and `expand` compute the rows of all in one of the sequences.
-    """
-    plan = plan_of(NESTED)
-    q, k, v, dout = attention_inputs(plan, torch.float64)
-    end, num_own = plan.cu_seqlens[sequence + 1], (1, 2)[sequence]  # its last tokens: 3, or 4 4
-    own = torch.tensor(plan.inverse_indices[end - num_own : end])
-    k[own[-1]], v[own[-1]] = broken, broken
-    dout[own] = 0
-    others = torch.ones(plan.num_rows, dtype=torch.bool).index_fill(0, own, False)
-    clean = by_tree(plan, [q, k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0), dout], "reference")
-    out, *_ = by_tree(plan, [q, k, v, dout], attention)
-    assert relative_error(out[others], clean[0][others]) <= 1e-12
-
-
 ROWS = plan_of(NESTED).num_rows
 GOOD = (ROWS, 2, 8)
 NARROW, SHORT, FOUR_AXES = (ROWS, 2, 4), (ROWS - 1, 2, 8), (1, *GOOD)
@@ -255,10 +246,10 @@ class TestChoice:
     @pytest.fixture(autouse=True)
     def nothing_chosen_yet(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """And nothing that a made-up machine ran is remembered afterwards."""
-        attention_module._choice.cache_clear()
+        choose_attention.cache_clear()
         monkeypatch.setattr(attention_module, "_LOGGED", set())
         yield
-        attention_module._choice.cache_clear()
+        choose_attention.cache_clear()
 
     @pytest.mark.parametrize(
         ("asked", "modifiers", "expected"),
@@ -357,11 +348,9 @@ class TestChoice:
             (["cudnn"], (CUDA, BF16, 64), {}, "needs a GPU of compute capability 9.x, and torch sees no CUDA device"),
             (["torch", "cudnn", "efficient"], (CUDA, BF16, 64), SOFTCAP, "computes no soft-cap"),
             (["cudnn", "efficient", "flash_attn_4"], (CPU, BF16, 64), {}, "needs CUDA, the tensors are on cpu"),
-            (["torch"], (CUDA, BF16, 64), WINDOW, "takes no sliding window in torch 2.*"),
         ],
     )
     def test_what_a_kernel_refuses(self, monkeypatch, kernels: list, call: tuple, modifiers: dict, reason: str) -> None:
-        monkeypatch.setattr("radixtrain.kernels.varlen.takes_window", lambda: False)
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         for kernel in kernels:
             with pytest.raises(UserError, match=f"kernel='{kernel}' cannot be used: {reason}; kernel='auto' takes"):
@@ -410,7 +399,7 @@ class TestChoice:
 
     def test_a_loop_on_a_gpu_is_a_warning(self, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
         slow = attention_module.AttentionChoice("cascade", "eager", "why", is_slow=True)
-        monkeypatch.setattr(attention_module, "_choice", Mock(return_value=slow))
+        monkeypatch.setattr(attention_module, "choose_attention", Mock(return_value=slow))
         plan = plan_of(NESTED)
         tree_attention(*attention_inputs(plan, torch.float32)[:3], plan)
         assert [(record.levelno, record.message) for record in caplog.records] == [(logging.WARNING, str(slow))]

@@ -5,11 +5,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-from forked_ranks import on_ranks
-from tiers import FULL
 
 from radixtrain.distributed import ranks
 from radixtrain.errors import EndedElsewhere, UserError
+from tests.support import FULL
+from tests.support.processes import on_ranks
 
 
 def test_all_ranks_get_the_same_answers():

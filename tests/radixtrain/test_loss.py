@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import FULL, tries
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -25,6 +24,7 @@ from radixtrain.loss import (
 )
 from radixtrain.testing import assert_within_reference_error, relative_error
 from radixtrain.timing import peak_bytes
+from tests.support import FULL, tries
 
 NAMES = ("loss", "d_hidden", "d_weight", "d_bias")
 R, D, V = 13, 6, 11

@@ -5,11 +5,11 @@ import json
 import sys
 
 import pytest
-from tiers import cases
 
 import radixtrain
 from radixtrain.__main__ import main
 from radixtrain.commands import COMMANDS
+from tests.support import cases
 
 ROBOT = {"messages": [{"role": "robot", "content": "x"}]}
 

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 
 import radixtrain
 from radixtrain import __main__ as entrance
@@ -15,6 +14,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf import recurrent
 from radixtrain.hf.padded import sharing
 from radixtrain.versions import check_versions, installed, is_older
+from tests.support.models import tiny_hybrid, tiny_model, tiny_qwen3
 
 
 @pytest.fixture

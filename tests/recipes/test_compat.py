@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import versions
-from tiers import FULL
 from tiny import tiny_qwen3, train_tokenizer
+
+from tests.support import FULL
 
 COMPAT = Path(__file__).resolve().parents[2] / "recipes" / "compat"
 SUITE = """

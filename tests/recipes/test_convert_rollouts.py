@@ -8,11 +8,11 @@ from typing import Any
 
 import convert_rollouts
 import pytest
-from byte_tokenizer import byte_tokenizer
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Row, read_rows
 from radixtrain.errors import DataError
+from tests.support.batches import byte_tokenizer
 
 Run = dict[str, Any]
 
@@ -51,6 +51,7 @@ STEPS = [
     call("5678", "93", -2.0, -3.0),
     call("567894", "2", -4.0),
 ]  # the last continues the first
+TWO_PATHS = [row("56789", "00010", -0.5), row("56784", "00001", -2.5)]
 PAIR = row("567", "001", -1.0)
 MESSAGE = {"choices": [{"message": {"content": "a"}, "meta_info": {"output_token_logprobs": [[-1.0, 7, None]]}}]}
 SAMPLE = {"tokens": [5, 6, 7, 8], "response_length": 3, "loss_mask": [1, 0, 1], "rollout_log_probs": [-1.0, 0.0, -2.0]}
@@ -60,8 +61,9 @@ CHOICE = {"index": 0, "message": PLAIN}
 RUNS: list[tuple[Run, list[Run]]] = [
     ({"nodes": NODES}, [row("564", "001", -2.5), row("567893", "000101", -0.5, -1.5)]),
     ({"nodes": CAPTURED}, [row("56", "01", -1.0)]),
-    ({"steps": STEPS}, [row("567893", "001011", -1.0, -2.0, -3.0), row("5678942", "0010001", -1.0, -4.0)]),
+    ({"steps": STEPS}, [row("567893", "001011", -1.0, -2.0, -3.0), row("5678942", "0000001", -4.0)]),
     ({"deltas": [DELTA, {**DELTA, "parent_trace_id": "a", "trace_id": "b"}]}, [row("567567", "001001")]),
+    ({"nodes": [NODES[0], NODES[1], NODES[2], {**NODES[3], "parent": 1}]}, TWO_PATHS),
     ({"records": [{"request": {"input_ids": [5, 6]}, "response": MESSAGE}]}, [PAIR]),
     ({"samples": [SAMPLE, {**SAMPLE, "remove_sample": True}]}, [row("5678", "0101", -1.0, -2.0)]),
     ({"messages_and_choices": [USER, CHOICE]}, [{"prompt": [USER], "completion": [PLAIN], "tools": []}]),

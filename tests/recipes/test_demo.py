@@ -12,7 +12,8 @@ import demo
 import pytest
 import qwen3_5
 import yaml
-from tiers import FULL
+
+from tests.support import FULL
 
 ROOT = Path(__file__).resolve().parents[2]
 

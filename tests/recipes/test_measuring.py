@@ -24,9 +24,7 @@ from flops import costs_of, ordinary_flops, unique_flops
 from gpu_parts import arms as gpu_arms
 from gpu_parts import bars, batches, parts, steps
 from gpu_parts.run import Run
-from same_step import with_wrong_keys
 from step import Arm, ModelShape, build_model, measure, random_rows, work_of
-from tiers import FULL
 from transformers import LlamaConfig
 
 from radixtrain.errors import UserError
@@ -34,6 +32,8 @@ from radixtrain.kernels.varlen import KERNELS
 from radixtrain.testing import relative_error
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.verification.oracle import float64_arithmetic, float64_throughout
+from tests.support import FULL
+from tests.support.steps import with_wrong_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "recipes" / "benchmarks"

@@ -12,11 +12,11 @@ from typing import Any
 
 import demo
 import pytest
-from forked_ranks import on_ranks
-from tiers import FULL, cases
 
 import radixtrain
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support import FULL, cases
+from tests.support.processes import on_ranks
 
 ROOT = Path(__file__).resolve().parents[2] / "recipes"
 RECIPES = sorted((ROOT / "any_trainer").glob("*.py"))
@@ -50,8 +50,9 @@ def small_demo(tmp_path_factory) -> Path:
 def seeing(tmp_path_factory) -> Path:
     """The folder of a tiny LLaVA and its processor, whose tokens are those of a few words."""
     import tiny
-    from image_rows import llava_processor
-    from tiny_models import tiny_model
+
+    from tests.support.models import tiny_model
+    from tests.support.trainers import llava_processor
 
     folder, colors = tmp_path_factory.mktemp("seeing"), ["red", "green", "blue", "yellow"]
     words = tiny.train_tokenizer([*colors, "What color is the circle?"], 300, [*tiny.SPECIAL_TOKENS, "<image>"])

@@ -41,7 +41,6 @@ class Source:
     split: of a saved or hub data set with several.
     weight: how often each of its rows occurs in an epoch.
     columns: our columns to those of the file; see `check_columns`.
-    system_prompt: replaces that of the configuration for these rows; empty for none.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -52,7 +51,6 @@ class Source:
     split: str | None = None
     weight: Annotated[float, Limits(TINY, 10_000, "above 0 and at most 10,000")] = 1.0
     columns: Mapping[str, str | None] | None = None
-    system_prompt: str | None = None
 
     @property
     def label(self) -> str:

@@ -199,7 +199,6 @@ class Corpus(Sequence[list[TokenRow]]):
     chosen: indices into them, in the order of this corpus; None for all.
 
     lengths: (num_samples,), int64. tokens of each sample.
-    starts: (num_conversations + 1,), int64. the first sample of each conversation, and the end.
     """
 
     def __init__(self, parts: Sequence[Part], chosen: IntArray | None = None):
@@ -229,15 +228,12 @@ class Corpus(Sequence[list[TokenRow]]):
         return weights if self.chosen is None else weights[self.chosen]
 
     @cached_property
-    def starts(self) -> IntArray:
-        return cumulative(self._sizes)
-
-    @cached_property
     def lengths(self) -> IntArray:
         lengths = np.concatenate([part.conversations.lengths for part in self.parts])
         if self.chosen is None:
             return lengths
-        return lengths[concatenate_ranges(cumulative(self._all_sizes)[self.chosen], self._sizes)]
+        sizes = np.concatenate([np.diff(part.conversations.starts) for part in self.parts])
+        return lengths[concatenate_ranges(cumulative(sizes)[self.chosen], sizes[self.chosen])]
 
     @property
     def digest(self) -> str:
@@ -246,15 +242,6 @@ class Corpus(Sequence[list[TokenRow]]):
         if self.chosen is not None:
             digest.update(self.chosen.astype(np.int64).tobytes())
         return digest.hexdigest()
-
-    @cached_property
-    def _all_sizes(self) -> IntArray:
-        return np.concatenate([np.diff(part.conversations.starts) for part in self.parts])
-
-    @property
-    def _sizes(self) -> IntArray:
-        """Return the number of samples of each conversation."""
-        return self._all_sizes if self.chosen is None else self._all_sizes[self.chosen]
 
 
 def last_turns(store: TokenStore) -> np.ndarray:

@@ -26,9 +26,13 @@ from radixtrain.collators.misuse_guard import callers, is_instance_by_name
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import OPTIONS, take_over
 from radixtrain.hf.backbone import CACHE, Parts, pretrained_model_of, text_decoder_of
-from radixtrain.hf.guards.draws import check_draws
-from radixtrain.hf.guards.rules import check_supported, why_no_soft_cap
-from radixtrain.hf.positions import limit_of, positions_in_table, why_padding_matters
+from radixtrain.hf.guards.draws import number_that_draws, why_refused
+from radixtrain.hf.guards.rules import (
+    check_supported,
+    limit_of,
+    positions_in_table,
+    why_no_soft_cap,
+)
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RadixInputs
 
@@ -39,6 +43,7 @@ NOT_USABLE = {
     "token_type_ids$": "they are not part of a radix batch: use an ordinary batch",
     "pixel|image|video|audio|^input_features": "a radix batch has text only: use an ordinary batch",
 }
+HEAD_DIM = 64  # which every kernel takes
 # Outputs that would hold the unique tokens, not the tokens of each sequence.
 RETURNED_PER_TOKEN = ("output_hidden_states", "output_attentions")
 
@@ -84,12 +89,8 @@ def check_batch(
         raise UserError(f"{name}: {reason}, and tree attention would compute something else; {TRAIN_WITHOUT_SHARING}")
     _check_inputs(decoder, given, num_rows)
     _check_reach(decoder, layout.max_seqlen, layout.max_position)
-    if radix.is_left_padded and (reason := why_padding_matters(decoder)):
-        raise UserError(
-            f"a feature is padded on the left, so Hugging Face counts its positions from the padding, and {name} has "
-            f"{reason}; leave the padding to the collator, or give position_ids"
-        )
-    check_draws(decoder, head, allowed)
+    if head is not None and number_that_draws(head, allowed)[0]:
+        raise UserError(why_refused("the head draws at random", head, allowed))
 
 
 def _check_reach(decoder: PreTrainedModel, longest: int, max_position: int) -> None:
@@ -215,27 +216,11 @@ def check_table(parts: Parts, longest: int) -> None:
 
 
 def check_choice(decoder: PreTrainedModel, attention: str, kernel: str) -> None:
-    """Refuse an unknown name, and a kernel that does not run on the model's device."""
+    """Refuse an unknown name, and a kernel that does not run on the model's device. A call refuses its head dims."""
     if attention not in ("auto", *STRATEGIES) or kernel != "auto":
         weight = next(decoder.parameters())
         softcap = getattr(decoder.config, "attn_logit_softcapping", None) is not None
-        head_dim = widest_head_dim(decoder.config)
-        choose_attention(attention, kernel, weight.device, weight.dtype, head_dim, softcap=softcap)
-
-
-def widest_head_dim(config: PreTrainedConfig) -> int:
-    """Return the head dim that tree attention runs with: the widest of a layer's queries, keys and values."""
-    config = config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        raise UserError(f"{type(config).__name__} does not say its num_attention_heads, so no kernel can be chosen")
-    if getattr(config, "qk_nope_head_dim", None):  # latent attention
-        return max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
-    try:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    except RuntimeError:  # layers differ, and transformers gives none (Gemma 4)
-        head_dim = max(layer.head_dim for layer in config.per_layer_config)
-    return max(head_dim, getattr(config, "v_head_dim", None) or 0)
+        choose_attention(attention, kernel, weight.device, weight.dtype, HEAD_DIM, softcap=softcap)
 
 
 def check_soft_cap(name: str, config: PreTrainedConfig) -> None:

@@ -23,7 +23,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from radixtrain.hf.modules import CHECKPOINT, PROTOCOL, names_in
+from radixtrain.hf.modules import names_in
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
@@ -55,8 +55,7 @@ BESIDE_MODELS = (
 )
 TRIED = {"fla", "timm", "torch", "transformers"}
 ADAPTERS = "active_adapter"  # a property of PEFT's layers
-CALLED = {"forward", "_call_impl", "_compiled_call_impl"}  # by torch, if an instance has one
-BY_COUNT = "scale_grad_by_freq"  # a setting of embeddings: a gradient depends on the number of copies
+CALLED = {"forward", "__call__", "_call_impl", "_compiled_call_impl"}  # by torch
 FUNCTIONS = FunctionType, MethodType, partial
 COMPILED = "__compiled_fn_", "__resume_at_"  # what torch.compile adds to the module whose code it has compiled
 OURS = "radixtrain.hf.hooks"
@@ -138,15 +137,52 @@ def why_recorded() -> str | None:
 
 
 class OtherCode(NamedTuple):
-    """The code in a model that is not its own.
+    """The code in what gets the unique tokens of a call, as one look finds it; judged only if its `state` is new.
 
-    refused: what must not get unique tokens; None without any. tried: names what a trial judges; empty without any.
+    roots: the decoder, and a head. reached: the modules that get unique tokens. hooked: those with hooks, and these.
+    strange: modules that may compute a token from others, by code which the files of the decoder do not have.
+    placed: what instances hold and can call. functions: what these files, torch and their classes name.
+    experts: the function of its experts_implementation. own: further known packages of classes.
     state: of all code and its settings; another one if any has changed.
     """
 
-    refused: str | None
-    tried: str
+    roots: list[Any]
+    reached: list[nn.Module]
+    hooked: list[tuple[nn.Module, list[Any]]]
+    strange: list[nn.Module]
+    placed: list[Any]
+    functions: list[Any]
+    experts: Any
+    own: frozenset[str]
     state: Hashable
+
+    @property
+    def refused(self) -> str | None:
+        """Name code of a third party: a hook, or a `forward` of a class or of an instance. None without any."""
+        sites = [
+            *(("a hook on {}", module, each, KNOWN) for module, hooks in self.hooked for each in hooks),
+            ("its experts_implementation", self.roots[0], self.experts, self.own),
+            *(
+                ("{}.forward", module, _of_class(type(module), name), self.own)
+                for module in self.reached
+                for name in CALLED
+            ),
+            *(("{}.forward", module, each, KNOWN) for module in self.reached for each in _on_instance(module)),
+        ]
+        for where, module, code, known in sites:
+            if (name := _unknown(_functions(code), known)) is not None:
+                return f"{where.format(_path(self.roots, module))} ({name}) {UNIQUE_TOKENS}"
+        return None
+
+    @property
+    def tried(self) -> str:
+        """Name code that is not the model's own and may be tried; empty without any."""
+        if self.strange:
+            found = f"{_path(self.roots, self.strange[0])}, a {type(self.strange[0]).__qualname__}"
+        else:
+            functions = _functions(*self.placed, *self.functions)
+            found = _unknown(functions, {*KNOWN, *sys.stdlib_module_names, "typing_extensions"}) or ""
+        return found and f"code that is not the model's own ({found})"
 
 
 def code_in(
@@ -163,28 +199,25 @@ def code_in(
     hooks: those of the decoder that get unique tokens; None for all. besides: a part of it that gets all tokens.
 
     A hook or a `forward` on an instance may come from the packages of `KNOWN`, a class or its `forward` also from the
-    model's package, and either may be declared `position_wise`. Whatever of that is not of the decoder's own file, nor
-    known to treat each token independently, is tried, and so is a recurrent layer which does not run on the tree.
+    model's package, and either may be declared `position_wise`. Whatever of that is not of the decoder's own files, nor
+    known to treat each token independently, is tried.
 
-    This runs in every pass, so it calls nothing of Python for a module that holds nothing callable. Takes 1.1 ms of one
-    core for 28 layers with LoRA (2,385 modules), and 14 ms if Accelerate has a hook on each.
+    This runs in every pass, so it calls nothing of Python for a module.
     """
     roots = [decoder] if head is None else [decoder, head]
     inner = [each for root in roots for each in (root, *_inside(root))]
-    modules = [*outer, *inner]
+    beyond = set() if besides is None else {*besides.modules()}
+    reached = [each for each in (*outer, *inner) if each not in beyond]
     hooked = [
-        each
-        for each in modules
+        (each, list(hooks) if each is decoder and hooks is not None else hooks_of(each))
+        for each in reached
         if each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
     ]
-    reached = {*modules}.difference(() if besides is None else besides.modules())
-    own = {each.__module__.partition(".")[0] for each in type(model).__mro__}
-    refused = _foreign_hook(roots, [each for each in hooked if each in reached], hooks)
-    refused = refused or _foreign_forward(roots, [each for each in modules if each in reached], own)
-
+    kinds = {*map(type, inner)}
     files = {each.__module__ for each in type(decoder).__mro__ if each.__module__.startswith("transformers.models.")}
-    found = _to_try(inner, files)
-    classes = (each for kind in {*map(type, inner)} for each in kind.__mro__ if each.__module__ in files)
+    classes = {each for kind in kinds for each in kind.__mro__ if each.__module__ in files}
+    strange = {kind for kind in kinds if not _is_own(kind, files, classes)}
+    found = [each for each in inner if type(each) in strange]
     spaces = map(vars, (torch, torch.Tensor, nn.Module, nn.functional, *map(sys.modules.__getitem__, files), *classes))
     functions = [
         each
@@ -192,72 +225,31 @@ def code_in(
         for name, each in space.items()
         if isinstance(each, FUNCTIONS) and not name.startswith(COMPILED)
     ]
-    function = _unknown(_functions(*functions), {*sys.stdlib_module_names, "typing_extensions"})
-    tried = f"{_path(roots, found[0])}, a {type(found[0]).__qualname__}" if found else function or ""
-    settings = [(id(each), type(each), each.extra_repr(), *values_of(each)) for each in found]
-    codes = sorted(map(id, {_code_of(hook) for each in hooked for hook in hooks_of(each)}))
-    adapters = [f"{getattr(each, ADAPTERS)} {each.disable_adapters}" for each in inner if hasattr(type(each), ADAPTERS)]
-    return OtherCode(
-        refused, tried, (*map(id, functions), *map(id, inner), *codes, *adapters, decoder.training, *settings)
+    placed = [
+        value
+        for each in inner
+        if type(each) not in PLAIN or not CALLED.isdisjoint(each.__dict__)
+        for value in each.__dict__.values()
+        if callable(value)
+    ]
+    experts = ALL_EXPERTS_FUNCTIONS.get(getattr(decoder.config.get_text_config(), "_experts_implementation", None))
+    state = (
+        *map(id, [*reached, *map(type, reached), *functions, experts]),
+        *(
+            id(vars(each)[name])
+            for kind in {*map(type, reached)}
+            for each in kind.__mro__
+            for name in CALLED & {*vars(each)}
+        ),
+        *(ref(each) if isinstance(each, FUNCTIONS) else id(each) for each in placed),
+        *sorted({id(getattr(each, "__code__", type(each))) for _, those in hooked for each in _functions(*those)}),
+        *(f"{getattr(each, ADAPTERS)} {each.disable_adapters}" for each in inner if hasattr(type(each), ADAPTERS)),
+        *((each.extra_repr(), *values_of(each)) for each in found),
+        *(each.scale_grad_by_freq for each in inner if isinstance(each, nn.Embedding)),
+        decoder.training,
     )
-
-
-def _foreign_hook(roots: Sequence[Any], hooked: Sequence[nn.Module], hooks: Iterable[Any] | None) -> str | None:
-    """Name a hook of a third party on one of these modules. hooks: of the first root that count; None for all."""
-    for module in hooked:
-        those = hooks_of(module) if module is not roots[0] or hooks is None else hooks
-        if (name := _unknown(_functions(*those))) is not None:
-            return f"a hook on {_path(roots, module)} ({name}) {UNIQUE_TOKENS}"
-    return None
-
-
-def _foreign_forward(roots: Sequence[Any], modules: Sequence[nn.Module], own: Collection[str]) -> str | None:
-    """Name a `forward` of a third party, on an instance or of a class. own: further known packages of classes."""
-    of_classes = {
-        each: [*_functions(_of_class(each, "forward"), _of_class(each, "__call__"))] for each in {*map(type, modules)}
-    }
-    others = {each: name for each, functions in of_classes.items() if (name := _unknown(functions, own)) is not None}
-    experts = ALL_EXPERTS_FUNCTIONS.get(getattr(roots[0].config.get_text_config(), "_experts_implementation", None))
-    if (name := _unknown(_functions(experts), own)) is not None:
-        return f"its experts_implementation ({name}) {UNIQUE_TOKENS}"
-    for module in [each for each in modules if type(each) in others or "forward" in each.__dict__]:
-        name = others.get(type(module)) or _unknown(_on_instance(module, of_classes[type(module)]))
-        if name is not None:
-            return f"{_path(roots, module)}.forward ({name}) {UNIQUE_TOKENS}"
-    return None
-
-
-def _to_try(modules: Sequence[nn.Module], files: Collection[str]) -> list[nn.Module]:
-    """List the modules of a decoder that may compute a token from others, by code which these files do not have."""
-    kinds = {*map(type, modules)}
-    others = {kind for kind in kinds if not _is_own(kind, files)}
-    of_files = {kind for kind in kinds if kind.__module__.startswith((*files, *BESIDE_MODELS))} | {nn.Embedding}
-    names: dict[type, frozenset[str]] = {kind: names_in(kind) for kind in of_files}
-    mixers = {kind for kind in of_files if not PROTOCOL.isdisjoint(names[kind])}
-    changed = {
-        id(each)
-        for each in modules
-        if (
-            type(each) in mixers
-            or not each.__dict__.keys().isdisjoint(CALLED)
-            or (type(each) in of_files and (each.__dict__.get(BY_COUNT) or any(map(callable, each.__dict__.values()))))
-        )
-        and _is_changed(each)
-    }
-    in_place = {  # whose class the code of their parent names, such as the convolution of a recurrent layer
-        id(each)
-        for parent in (modules if others else ())
-        if type(parent) in of_files
-        for each in parent._modules.values()
-        if type(each).__name__ in names[type(parent)]
-    }
-    return [each for each in modules if id(each) in changed or (type(each) in others and id(each) not in in_place)]
-
-
-def _code_of(hook: Any) -> object:
-    """Return what all hooks of the same code have in common: a program may register one anew for every call."""
-    function = getattr(hook, "__func__", hook)
-    return getattr(function, "__code__", type(function))
+    own = KNOWN.union(each.__module__.partition(".")[0] for each in type(model).__mro__)
+    return OtherCode(roots, reached, hooked, found, placed, functions, experts, own, state)
 
 
 def values_of(module: nn.Module) -> Iterator[object]:
@@ -274,8 +266,8 @@ def values_of(module: nn.Module) -> Iterator[object]:
             yield id(value)
 
 
-def _is_own(kind: type, files: Collection[str]) -> bool:
-    """Return whether a class of modules is of these files, or computes each token from that token only.
+def _is_own(kind: type, files: Collection[str], classes: Collection[type]) -> bool:
+    """Return whether a class of modules is of these files, named by their classes, or computes each token by itself.
 
     Wrappers of torch.distributed, and the class that FSDP2 makes of a module's own, compute what is inside.
     """
@@ -283,46 +275,23 @@ def _is_own(kind: type, files: Collection[str]) -> bool:
     made = next(each for each in kind.__mro__ if wrappers.isdisjoint((each, *each.__bases__)))
     package = made.__module__.partition(".")[0]
     is_known = made in PLAIN or made in _POSITION_WISE or made.__module__.startswith(BESIDE_MODELS)
-    return is_known or made.__module__ in files or (package in KNOWN and package not in TRIED)
-
-
-def _is_changed(module: nn.Module) -> bool:
-    """Return whether an instance calls what its class does not: a function or a method that was put into it.
-
-    A recurrent layer that runs on the tree has a `forward` of ours.
-    """
-    kind: Any = type(module)
-    called = {name: value for name, value in vars(module).items() if callable(value)}
-    if "forward" not in called and not PROTOCOL.isdisjoint(names_in(kind)):
-        return True
-    if vars(module).get(BY_COUNT):
-        return True
-    if not called:
-        return False
-    holders = [value.__self__ for value in called.values() if isinstance(value, MethodType)]
-    if any(isinstance(each, nn.Module) and each is not module for each in holders):
-        return True
-    forward = _on_instance(module, [*_functions(_of_class(kind, "forward"))])
-    called.pop("forward", None)
-    checkpoint = _functions(called.pop(CHECKPOINT, None))
-    others = (each for each in _functions(*called.values()) if getattr(each, "__name__", "") not in names_in(kind))
-    return any(
-        _unknown(functions, known=known) is not None
-        for functions, known in ((forward, KNOWN - TRIED), (checkpoint, KNOWN), (others, KNOWN - {"torch"}))
-    )
+    is_known = is_known or made.__module__ in files or (package in KNOWN and package not in TRIED)
+    return is_known or any(made.__name__ in names_in(each) for each in classes)
 
 
 def _of_class(kind: type, name: str) -> Any:
     """Return an attribute as stored in a class: `getattr` fails for the `forward` of a compiled script's class."""
-    return next(vars(each)[name] for each in kind.__mro__ if name in vars(each))
+    return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
 
 
-def _on_instance(module: nn.Module, of_class: Sequence[Any]) -> Iterator[Any]:
+def _on_instance(module: nn.Module) -> Iterator[Any]:
     """Yield what the `forward` of an instance runs besides that of its class, and the classes of Accelerate's hooks."""
     own = module.__dict__
-    yield from (function for function in _functions(own.get("forward")) if function not in of_class)
-    if (hook := own.get("_hf_hook")) is not None:
-        yield from map(type, (hook, *getattr(hook, "hooks", ())))
+    if "forward" in own:
+        of_class = _functions(_of_class(type(module), "forward"))
+        yield from (function for function in _functions(own["forward"]) if function not in of_class)
+        if (hook := own.get("_hf_hook")) is not None:
+            yield from map(type, (hook, *getattr(hook, "hooks", ())))
 
 
 def _inside(root: nn.Module) -> list[nn.Module]:
@@ -343,15 +312,14 @@ def _path(roots: Sequence[nn.Module], module: nn.Module) -> str:
     return next(named, "") or type(module).__name__
 
 
-def _unknown(functions: Iterable[Any], own: Collection[str] = (), known: Collection[str] | None = None) -> str | None:
-    """Name the first function, object or class that no known package defines. own: further known packages."""
-    known = KNOWN if known is None else known
+def _unknown(functions: Iterable[Any], known: Collection[str] = KNOWN) -> str | None:
+    """Name the first function, object or class that no known package defines."""
     for function in functions:
         # A wrapper copies the names of what it wraps, but not its code, the code's globals, or its class.
         code, kind = getattr(function, "__code__", None), function if isinstance(function, type) else type(function)
         module = str(kind.__module__ if code is None else function.__globals__.get("__name__"))
         package = module.partition(".")[0]
-        is_known = (package in known or package in own) and not module.startswith(READ_TOKENS)
+        is_known = package in known and not module.startswith(READ_TOKENS)
         is_known = is_known or (kind if code is None else function) in _POSITION_WISE
         if not (is_known or (code is not None and {*code.co_names} == {"requires_grad_"})):
             return f"{module}.{kind.__qualname__ if code is None else code.co_qualname}"

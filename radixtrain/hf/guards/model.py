@@ -6,15 +6,19 @@ depends on them. All of that shows here: in the first call that would be shared,
 What short rows do not show is in `rules.py`. Code that is not the model's own may have limits that nobody has read,
 such as a capacity, so it is tried on rows as long as those of the call too, of which only the values are compared.
 
-A model with recurrent layers is tried with states that fork (`forks.py`). If it differs, it is tried with whole
-sequences, which its mixers then compute in every call. So they do where nothing can be tried.
+A model with recurrent layers is tried with states that fork. If it differs, it is tried with whole sequences, which its
+mixers then compute in every call. So they do where nothing can be tried. A mixer that starts from a state has to read
+it and return its gradient, and the gradient of its final state. Not all do: Mamba's first version does not read it, and
+a kernel for generation may have no gradient. In 16 bits the outputs of a model do not show that: the state of fresh
+weights, or one that fades fast, is small beside the rounding of all layers. So each mixer runs by itself too. What its
+rows after the forks give to those before them comes through the states alone: where one is lost, that gradient is zero.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -40,14 +44,13 @@ from radixtrain.hf.guards.draws import (
     set_generator_states,
     without_dropout,
 )
-from radixtrain.hf.guards.forks import why_no_fork
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.progress import Progress
-from radixtrain.hf.recurrent import arguments_by_name
+from radixtrain.hf.recurrent import arguments_by_name, each_tensor, run_on_tree
 from radixtrain.hf.windows import chunk_of, no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.runs import SHORTEST_FORK, runs_of_segments
+from radixtrain.tree.runs import SHORTEST_FORK, RunLayout, runs_of_segments
 
 logger = logging.getLogger(__name__)
 # Rows that share five tokens, two of them six; of ids that every vocabulary has. Five are more than most convolutions
@@ -56,6 +59,7 @@ NUM_SHARED = 5
 ROWS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2], [1, 2, 3, 4, 5, 3, 2, 7, 1], [1, 2, 3, 4, 5, 3, 6, 1, 7]])
 DRAWS = "draws at random"
 ROUNDING = 2  # times the distance of two ordinary passes, one of them from embeddings that are rounded otherwise
+LOST = 0.1  # relative error of the gradient through the states of a mixer, of which rounding in bfloat16 makes 0.01
 LARGE = 2**22  # numbers: larger buffers are weights of a quantized layer, larger parameters not those of an adapter
 _trying = RLock()  # a trial changes modules for a while
 NO_VALUES = (("torch.distributed.tensor", "DTensor"), ("torch._subclasses.fake_tensor", "FakeTensor"))
@@ -74,8 +78,21 @@ class Verdict(NamedTuple):
     forks: bool = False
 
 
-# Of a decoder, by its state and the shape of the rows that were tried.
-_verdicts: WeakKeyDictionary[nn.Module, dict[Hashable, dict[Sequence[int], Verdict]]] = WeakKeyDictionary()
+class _Judged(NamedTuple):
+    """What is known of a decoder in one state: of its `OtherCode`, and the verdicts by the shape of the rows tried."""
+
+    refused: str | None
+    tried: str
+    verdicts: dict[Sequence[int], Verdict]
+
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Return whether rows of this shape need no trial: only code that is not the model's own needs long ones."""
+        return not self.tried or any(
+            each.reason or (shape[0] <= rows and shape[1] <= length) for (rows, length), each in self.verdicts.items()
+        )
+
+
+_judged: WeakKeyDictionary[nn.Module, dict[Hashable, _Judged]] = WeakKeyDictionary()  # of a decoder, by its state
 _untried: WeakSet[nn.Module] = WeakSet()  # those with recurrent layers of which that has been said
 
 
@@ -104,40 +121,48 @@ def verdict_of(
     processes, nothing is tried: then the rules decide, code that is not the model's own is refused, and recurrent
     layers compute whole sequences.
     """
+    if (recorded := why_recorded()) is not None:
+        return Verdict(recorded)
     decoder = text_decoder_of(backbone)
     code = code_in(model, decoder, head, **reached)
-    if (refused := why_recorded() or code.refused) is not None:
-        return Verdict(refused)
-    who = f"code that is not the model's own ({code.tried})" if code.tried else type(decoder).__name__
     numbers = [value for each in decoder.modules() for value in values_of(each)] if drew else ()
     key = code.state, backbone is decoder, _arithmetic(decoder), *allowed, *numbers
     gradients = torch.is_grad_enabled()
     with _trying, torch.inference_mode(False), torch.set_grad_enabled(gradients):
-        tried = _verdicts.setdefault(decoder, {}).setdefault(key, {})
-        if ROWS.shape not in tried:
+        known = _judged.setdefault(decoder, {})
+        if key not in known:
+            known[key] = _Judged(code.refused, code.tried, {})
+        judged = known[key]
+        if judged.refused is not None:
+            return Verdict(judged.refused)
+        if ROWS.shape not in judged.verdicts:
             if not _is_whole(decoder):
-                if code.tried:
-                    return Verdict(f"{who} cannot be tried, because the weights are not whole in this process")
-                if decoder not in _untried and mixers_of(decoder):
-                    _untried.add(decoder)
-                    _say_whole(decoder, "its weights are not whole in this process, so forks cannot be tried")
-                return Verdict(f"{who} {DRAWS}" if drew and number_that_draws(decoder) else None)
-            tried[ROWS.shape] = _first_verdict(backbone, head, progress, allowed, drew)
-            if tried[ROWS.shape].reason == DRAWS and not (code.tried or drew):
-                tried[ROWS.shape] = Verdict(None)  # the call itself will show it, and is refused with the number
-        forks = tried[ROWS.shape].forks
-        is_known = any(each.reason or (shape[0] <= rows and shape[1] <= n) for (rows, n), each in tried.items())
-        if code.tried and not is_known:
+                return _untried_verdict(decoder, judged.tried, drew and bool(number_that_draws(decoder, allowed)[0]))
+            judged.verdicts[ROWS.shape] = _first_verdict(backbone, head, progress, allowed, drew, bool(judged.tried))
+        forks = judged.verdicts[ROWS.shape].forks
+        if not judged.covers(shape):
             places = torch.arange(shape[1])
             own = torch.arange(shape[0])[:, None] * (places >= shape[1] // 2)
             ids = (places + own) % 7 + 1
             with torch.no_grad():  # and without a head, whose logits would take much memory
-                tried[shape] = Verdict(_tried(backbone, None, progress, allowed, ids), forks)
-        reason = next((each.reason for each in tried.values() if each.reason), None)
-    return Verdict(reason and f"{who} {reason}", forks)
+                judged.verdicts[shape] = Verdict(_tried(backbone, None, progress, allowed, ids), forks)
+        reason = next((each.reason for each in judged.verdicts.values() if each.reason), None)
+    return Verdict(reason and f"{judged.tried or type(decoder).__name__} {reason}", forks)
 
 
-def _first_verdict(backbone: Any, head: Any, progress: Progress, allowed: Collection[str], drew: bool) -> Verdict:
+def _untried_verdict(decoder: nn.Module, other_code: str, draws: bool) -> Verdict:
+    """Return the verdict on weights that are not whole in this process."""
+    if other_code:
+        return Verdict(f"{other_code} cannot be tried, because the weights are not whole in this process")
+    if decoder not in _untried and mixers_of(decoder):
+        _untried.add(decoder)
+        _say_whole(decoder, "its weights are not whole in this process, so forks cannot be tried")
+    return Verdict(f"{type(decoder).__name__} {DRAWS}" if draws else None)
+
+
+def _first_verdict(
+    backbone: Any, head: Any, progress: Progress, allowed: Collection[str], drew: bool, has_other_code: bool
+) -> Verdict:
     """Try a model on a few rows: with states that fork, if it has any, and then without."""
     decoder = text_decoder_of(backbone)
     given = backbone, head, progress, allowed, ROWS, drew
@@ -147,6 +172,8 @@ def _first_verdict(backbone: Any, head: Any, progress: Progress, allowed: Collec
         if why_whole is None:
             return Verdict(None, forks=True)
     reason = _tried(*given)
+    if reason == DRAWS and not (has_other_code or drew):
+        reason = None  # the call itself will show it, and is refused with the number
     if why_whole and reason is None:
         _say_whole(decoder, why_whole)
     return Verdict(reason)
@@ -166,7 +193,7 @@ def _arithmetic(decoder: Any) -> Hashable:
 def forget_verdicts(decoder: Any) -> None:
     """Try a decoder again at its next call: it has changed."""
     with _trying:
-        _verdicts.pop(decoder, None)
+        _judged.pop(decoder, None)
 
 
 class _Pass(NamedTuple):
@@ -244,7 +271,7 @@ def _tried(
             if forks:
                 with progress.during(None):
                     tries = (
-                        why_no_fork(mixer, given, call.runs, whole, layout.row_depths < NUM_SHARED)
+                        _why_no_fork(mixer, given, call.runs, whole, layout.row_depths < NUM_SHARED)
                         for mixer, given in found.mixers.items()
                     )
                     if reason := next(filter(None, tries), None):
@@ -252,7 +279,7 @@ def _tried(
             bar = _bar(decoder, expected.states)
             are_alike = partial(_are_alike, bar)
             is_same = are_alike(expected.states, again.states) and not any(expected.suspects(again, bar))
-            if not is_same or drew > draws:  # only in longer rows
+            if not is_same or (drew > draws and not allowed):  # only in longer rows
                 return DRAWS
             summed = torch.zeros_like(found.gradient).index_add_(0, copies, expected.gradient[tokens])
             suspects = [*expected.suspects(found, bar)]
@@ -278,6 +305,40 @@ def _tried(
     if len(expected.left) != len(found.left) or not all(map(are_alike, expected.left, found.left)):
         return "leaves another state in a module"
     return None
+
+
+def _why_no_fork(
+    mixer: nn.Module, given: Mapping[str, Any], forked: RunLayout, whole: RunLayout, is_above: Tensor
+) -> str | None:
+    """Say why runs of a mixer cannot start from a state; None if they can.
+
+    given: its arguments on unique rows, the hidden rows first. forked, whole: the runs of a batch with forks and
+    without. is_above: the rows before its forks, (U,).
+    """
+    name = type(mixer).__name__
+    try:
+        found, expected = (_gradient_above_forks(mixer, given, runs, is_above) for runs in (forked, whole))
+    except Exception as error:  # a kernel may raise anything
+        return f"{name} raises {type(error).__name__}: {first_line(error)}"
+    if not expected.any():
+        return f"the state of {name} does not show"
+    is_lost = expected.any(dim=-1) & ~found.any(dim=-1)
+    if is_lost.any() or not (found - expected).norm() <= LOST * expected.norm():
+        return f"the gradient of rows before a fork does not come through the state of {name}"
+    return None
+
+
+@torch.enable_grad()
+def _gradient_above_forks(mixer: nn.Module, given: Mapping[str, Any], runs: RunLayout, is_above: Tensor) -> Tensor:
+    """Return the gradient of the rows before the forks, (rows, channels), of a sum of the outputs after them."""
+    inputs = {name: each_tensor(Tensor.detach, len(is_above), value) for name, value in given.items()}
+    rows = next(iter(inputs.values())).requires_grad_()
+    output = run_on_tree(mixer, mixer.forward, inputs, runs)
+    outputs = output if isinstance(output, tuple) else (output,)
+    below = torch.cat([each[0, ~is_above].flatten() for each in outputs if each is not None])
+    weights = torch.arange(len(below), device=below.device).sin()
+    (gradient,) = torch.autograd.grad((below * weights).sum(), rows)
+    return gradient[0, is_above].float()
 
 
 def _first_layer(decoder: Any, expected: _Pass, found: _Pass, moved: _Pass) -> str:

@@ -12,8 +12,10 @@ Hugging Face reads most settings in every call. What depends on a batch is check
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import dropwhile, takewhile
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,9 +26,16 @@ from transformers.models.auto import modeling_auto
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import FLASH, forget_attention, take_over
-from radixtrain.hf.backbone import Parts
-from radixtrain.hf.modules import mixers_of, names_in, num_attention_layers, text_attention
-from radixtrain.hf.positions import padding_idx_of_positions
+from radixtrain.hf.backbone import Parts, is_text
+from radixtrain.hf.modules import (
+    is_attention,
+    mixers_of,
+    names_in,
+    names_in_method,
+    num_attention_layers,
+    text_attention,
+)
+from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.versions import before, untested
 
@@ -56,6 +65,7 @@ NOT_NEXT_TOKENS = {  # classes that are called causal nevertheless
     "MusicgenMelodyForCausalLM": "its rows are several codebooks",
 }
 NOT_COMPUTED = {"index_topk": "sparse attention (an indexer picks keys)", "keep_window_size": "a dynamic mask"}
+POSITION = re.compile(r"(^|_)(wpe|pos|position|positions)(_|$)")
 CHUNKS = "chunk_size_feed_forward"  # of a layer of the BERT kind
 
 
@@ -105,6 +115,105 @@ def why_no_soft_cap(config: PreTrainedConfig) -> str | None:
     if softcap is None or config._attn_implementation != "sdpa":
         return None
     return f"a soft-cap (attn_logit_softcapping={softcap}), which attn_implementation 'sdpa' leaves out"
+
+
+def padding_idx_of_positions(decoder: nn.Module) -> int | None:
+    """Return the padding index after which a model such as RoBERTa counts positions, None if it counts from 0."""
+    indices = (getattr(embedding, "padding_idx", None) for _, embedding in _position_embeddings(decoder))
+    return next((index for index in indices if index is not None), None)
+
+
+def positions_in_table(decoder: nn.Module) -> int | None:
+    """Return how many tokens a model with learned positions can number; None for any other kind of positions."""
+    tables = [table for _, table in _position_embeddings(decoder) if isinstance(table, nn.Embedding)]
+    return min((table.num_embeddings - int(getattr(table, "offset", 0)) for table in tables), default=None)
+
+
+class Limit(NamedTuple):
+    """How many tokens of a sequence a model computes as in a batch of that sequence alone, and why no more."""
+
+    reason: str
+    tokens: int
+
+
+def limit_of(decoder: PreTrainedModel, longest: int, max_position: int) -> Limit | None:
+    """Return the limit that rows as long as these pass; None if they do not.
+
+    A prefix would depend on the other sequences of a batch, or tokens attend within chunks of a row. Shorter rows than
+    a chunk are as without it.
+    """
+    change = _change_of_frequencies(decoder.config)
+    if change is not None and max_position >= change.tokens:
+        return change
+    chunk = chunk_of(decoder.config)
+    if chunk and chunk < longest:
+        return Limit(f"attention within chunks of {chunk} tokens, and longer rows", chunk)
+    return None
+
+
+def _change_of_frequencies(config: PreTrainedConfig) -> Limit | None:
+    """Return up to how many tokens rotary embeddings keep their frequencies; None if they always do.
+
+    Hugging Face looks at the largest position of a batch, that of padding included. Of exactly the number of tokens
+    that a dynamic kind is for, a batch still has the frequencies that a longer one may have left.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(inner for inner in parameters.values() if isinstance(inner, dict))]  # one, or a layer type's
+    limits = []
+    for rope in kinds:
+        kind = rope.get("rope_type", "")
+        if "dynamic" in kind or kind == "longrope":  # as transformers asks
+            name = "original_max_position_embeddings"
+            tokens = rope.get(name) or getattr(config, name, None) or config.max_position_embeddings
+            tokens -= "dynamic" in kind
+            limits.append(Limit(f"{kind} rotary embeddings change their frequencies after {tokens} tokens", tokens))
+    return min(limits, key=lambda limit: limit.tokens, default=None)
+
+
+def why_padding_matters(decoder: PreTrainedModel) -> str | None:
+    """Say why left padding changes the result of a sequence; None if it changes only the rounding.
+
+    Hugging Face counts positions from the first padding token. Rotary embeddings depend only on distances, so that
+    changes nothing in them; it does in every other kind of positions.
+    """
+    rope = getattr(decoder.config, "rope_parameters", None) or {}
+    for path, _ in _position_embeddings(decoder):
+        return f"learned positions ({path})"
+    if not rope:
+        return "positions that are not rotary embeddings"
+    if getattr(decoder.config, "attn_temperature_tuning", None) or any("scaling_beta" in str(key) for key in rope):
+        return "scores that are scaled by the position"
+    reasons = (_why_attention_counts(module) for module in decoder.modules())
+    return next(filter(None, reasons), None)
+
+
+def _why_attention_counts(module: nn.Module) -> str | None:
+    """Say what in an attention module depends on more than distances, judged by the order of its steps."""
+    forward = type(module).forward
+    if not is_attention(module):
+        return None
+    if "attention_scaling" in inspect.signature(forward).parameters:  # Beam
+        return "scores that are scaled by the position"
+    rotated = dropwhile(lambda name: "rotary" not in name, names_in_method(forward))
+    before_scores = takewhile(lambda name: name != "get_interface", rotated)
+    norms = (
+        getattr(module, name, None) for name in before_scores if name.startswith("q") and "norm" in name
+    )  # HunYuan
+    has_weights = any(isinstance(norm, nn.Module) and any(True for _ in norm.parameters()) for norm in norms)
+    return "a norm of queries after their rotation" if has_weights else None  # without, it undoes no rotation
+
+
+def _position_embeddings(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of the text that look up positions in a table, learned or sinusoidal."""
+    for path, module in decoder.named_modules():
+        own = path.rpartition(".")[2]
+        if POSITION.search(own) and is_text(path) and "Rotary" not in type(module).__name__:
+            yield path, module
+
+
+def scaled_from(config: PreTrainedConfig) -> int | None:
+    """Return from how many tokens on a model scales queries by their place; None if it never does."""
+    return config.floor_scale if getattr(config, "attn_temperature_tuning", None) else None
 
 
 def _encodes(parts: Parts) -> str | None:

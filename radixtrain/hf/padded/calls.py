@@ -25,9 +25,9 @@ from radixtrain.hf.attention_interface import OPTIONS, take_over
 from radixtrain.hf.backbone import CACHE, text_decoder_of
 from radixtrain.hf.guards.code import why_recorded
 from radixtrain.hf.guards.draws import evaluating
-from radixtrain.hf.padded.spread import Places
+from radixtrain.hf.guards.rules import limit_of, scaled_from
+from radixtrain.hf.padded.places import Places
 from radixtrain.hf.pictures import OF_PICTURES, image_token_of
-from radixtrain.hf.positions import limit_of, scaled_from
 from radixtrain.hf.sharing_report import GENERATION, is_frozen
 from radixtrain.tree.arrays import IntArray
 

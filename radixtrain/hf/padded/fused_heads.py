@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from radixtrain.hf.padded.places import check_gradient_at, refuse_counted
 from radixtrain.hf.padded.row_functions import MIN_SAVING
-from radixtrain.hf.padded.spread import Spread
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.token_losses import for_token_loss
 from radixtrain.kernels.rows import gather_rows
@@ -26,7 +26,7 @@ from radixtrain.loss import linear_cross_entropy
 class FusedHead:
     """Replaces an autograd function of hidden rows.
 
-    on_rows: computes the result from the function, the `Spread` and the other arguments; NotImplemented for a call
+    on_rows: computes the result from the function, the `SpreadRows` and the other arguments; NotImplemented for a call
         that needs whole rows.
     """
 
@@ -40,16 +40,15 @@ class FusedHead:
         hidden = for_token_loss(hidden)
         if type(hidden) is not SpreadRows:
             return self.ordinary.apply(hidden, *others)
-        spread = hidden.spread
-        found = self.on_rows(self.ordinary, spread, *others) if hidden.is_lazy else NotImplemented
+        found = self.on_rows(self.ordinary, hidden, *others) if hidden.is_lazy else NotImplemented
         if found is NotImplemented:
             return self.ordinary.apply(hidden.whole(), *others)
-        spread.mark_read()
+        hidden.mark_read()
         return found
 
 
 def trl_logprobs(
-    ordinary: Any, hidden: Spread, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
+    ordinary: Any, hidden: SpreadRows, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
 ) -> Any:
     """Score each pair of a row and a label once. Without Triton TRL scores every place of the batch."""
     vocab_size = len(weight)
@@ -61,8 +60,12 @@ def trl_logprobs(
     return tuple(None if each is None else _placed(hidden, each, back) for each in found)
 
 
-def _placed(hidden: Spread, values: Tensor, back: Tensor) -> Tensor:
-    return hidden.placed(gather_rows(values, back)) if values.is_floating_point() else values[back]
+def _placed(hidden: SpreadRows, values: Tensor, back: Tensor) -> Tensor:
+    if not values.is_floating_point():
+        return values[back]
+    placed = gather_rows(values, back)
+    check_gradient_at(hidden.padding, placed)
+    return placed
 
 
 # Arguments of Liger's after the hidden rows: those that are read here, and those that change how it computes, not what.
@@ -71,7 +74,7 @@ LIGER_READS = {"weight", "target", "bias", "ignore_index", "reduction"}
 LIGER_HOW = {"accum_dtype", "ce_impl", "ce_mode", "chunk_mem_const"}
 
 
-def liger_loss(ordinary: Any, hidden: Spread, *others: Any) -> Any:
+def liger_loss(ordinary: Any, hidden: SpreadRows, *others: Any) -> Any:
     """Compute Liger's sum or mean by `radixtrain.loss`, on each distinct row that has a label.
 
     Liger's own function computes a row for every place, and has no weights for rows that stand for several.
@@ -92,7 +95,7 @@ def liger_loss(ordinary: Any, hidden: Spread, *others: Any) -> Any:
     hidden.report.count_head(len(target), len(rows))
     table, weights = gather_rows(hidden.table, rows), torch.ones(len(back), device=hidden.table.device)
     loss = linear_cross_entropy(table, given["weight"], target[counted], back, weights, given["bias"])
-    hidden.refuse_counted(counted, loss)
+    refuse_counted(hidden.padding, counted, loss)
     mean = loss / max(1, len(back)) if reduction == "mean" else loss  # without a label Liger returns 0
     return mean.float(), None, None, None
 

@@ -1,14 +1,13 @@
-"""Functions that read the table of a `Spread` in place of the whole tensor.
+"""Functions that compute with the table of a `SpreadRows` in place of the whole tensor.
 
 A function of each row (the head, a scale, a cast, a softmax) is computed on the rows of the table, and a view of the
-batch is a view of `place_rows`. A function with one number per row (cross-entropy, the log-probability of a label) is
-computed once and put at the places.
+batch is a view of `place_rows`. Cross-entropy, and the log-probability of a label, are one number for each place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -16,34 +15,33 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from radixtrain.hf.padded.spread import Modes, Spread, check_unread, is_checkpointed
+from radixtrain.hf.padded.places import check_gradient_at, check_unread, refuse_counted
 from radixtrain.hf.token_losses import for_token_loss
 from radixtrain.loss import logits_cross_entropy, logits_logprobs
-from radixtrain.tree.arrays import IntArray
 
+if TYPE_CHECKING:
+    from radixtrain.hf.padded.spread_rows import SpreadRows
 PLAIN = int | float | torch.dtype | None
 MIN_SAVING = 1.1  # rows requested / rows computed: below this, the copies cost more than the head saves
 Others: TypeAlias = tuple[Any, ...]
 Named: TypeAlias = Mapping[str, Any]
-# What func(x, *others, **named) is: a Spread for a lazy tensor, or several; itself for x; or an ordinary tensor.
-# NotImplemented for a call that needs the whole tensor.
-Rule: TypeAlias = Callable[[Spread, Any, Others, Named], Any]
+# What func(x, *others, **named) is; NotImplemented for a call that needs the whole tensor.
+Rule: TypeAlias = Callable[["SpreadRows", Any, Others, Named], Any]
 
 
-def _by_row(x: Spread, func: Any, others: Others, named: Named) -> Any:
+def _by_row(x: SpreadRows, func: Any, others: Others, named: Named) -> Any:
     """Compute each number independently, or with a Python number. A few rows of a large table are not worth it."""
     if func is Tensor.to and not named and others in ((x.table.dtype,), (x.table.device,)):
         return x
     if any(not isinstance(each, PLAIN) for each in (*others, *named.values())):
         return NotImplemented
-    if x.asks_few and x.table.requires_grad and torch.is_grad_enabled():
+    if x.asks_few:
         return NotImplemented
-    rows = x.needed()
-    table = func(rows.table, *others, **named)
-    if table is rows.table:
+    table = func(x.table, *others, **named)
+    if table is x.table:
         return x
     x.mark_read()
-    return Spread(table, rows.place_rows, rows.padding_row, x.report)
+    return x.with_table(table)
 
 
 def _given(names: Sequence[str], others: Others, named: Named) -> dict[str, Any]:
@@ -51,18 +49,18 @@ def _given(names: Sequence[str], others: Others, named: Named) -> dict[str, Any]
     return {**dict(zip(names, others, strict=False)), **named}
 
 
-def _is_last(x: Spread, others: Others, named: Named) -> bool:
+def _is_last(x: SpreadRows, others: Others, named: Named) -> bool:
     """Return whether the axis is that of the numbers of a row, and no other option changes the shape."""
     given = _given(("dim", "?"), others, named)
     changing = {name for name in given if not name.startswith("_")} - {"dim", "dtype"}
     return given.get("dim") in (-1, len(x.shape) - 1) and not changing
 
 
-def _softmax(x: Spread, func: object, others: Others, named: Named) -> Any:
+def _log_softmax(x: SpreadRows, func: object, others: Others, named: Named) -> Any:
     return _by_row(x, func, (), {**named, "dim": -1}) if _is_last(x, others, named) else NotImplemented
 
 
-def _linear(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
+def _linear(x: SpreadRows, func: Callable[..., Any], others: Others, named: Named) -> Any:
     """Compute the rows that are needed, once each."""
     num_places, num_rows = x.place_rows.size, len(x.asked_rows)
     weight: Any = others[0] if others else named.get("weight")
@@ -71,79 +69,50 @@ def _linear(x: Spread, func: Callable[..., Any], others: Others, named: Named) -
     x.report.count_head(num_places, num_rows)
     x.mark_read()
     asked = x.with_asked_rows()
-    table = func(asked.table, *others, **named)
-    return Spread(table, asked.place_rows, asked.padding_row, x.report)
+    return asked.with_table(func(asked.table, *others, **named))
 
 
-def _shaped(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
+def _view(x: SpreadRows, func: Callable[..., Any], others: Others, named: Named) -> Any:
+    """Return a view whose last axis is that of x, or a copy of all of x in the same order; in the modes of x."""
+    if type(x.modes).now() != x.modes:
+        return NotImplemented
+    if any(isinstance(each, Tensor | torch.dtype) for each in tree_leaves((others, named))):
+        return _masked(x, *others) if func is Tensor.__getitem__ else NotImplemented
+    shaped, width = _shaped(x, func, others, named), x.shape[-1]
+    if shaped is x.shaped:
+        return x
+    if shaped is NotImplemented or not shaped.numel() or shaped.shape[-1:] != (width,):
+        return NotImplemented
+    if not shaped._is_view():
+        x.mark_read()
+        return x.at(x.place_rows.reshape(shaped.shape[:-1])) if func in COPIES else NotImplemented
+    strides = [0 if size == 1 else step for size, step in zip(shaped.shape, shaped.stride(), strict=True)]
+    start = shaped.storage_offset()
+    if strides.pop() != 1 or any(step % width for step in (*strides, start)):
+        return NotImplemented  # not of whole rows
+    inside = x.memory.place_rows.reshape(-1)[start // width :]
+    steps = [step // width * inside.itemsize for step in strides]
+    return x.at(np.lib.stride_tricks.as_strided(inside, shaped.shape[:-1], steps, writeable=False).copy(), shaped)
+
+
+def _shaped(x: SpreadRows, func: Callable[..., Any], others: Others, named: Named) -> Any:
     """Return the shape of the ordinary result, without its numbers; NotImplemented for an error."""
-    with x.modes._replace(grad=False, inference=False).entered(x.shaped):
+    with x.modes._replace(grad=False, inference=False).entered():
         try:
             return func(x.shaped, *others, **named)
         except (RuntimeError, IndexError, TypeError, ValueError):
             return NotImplemented
 
 
-def _view(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
-    """Return a view whose last axis is that of x, or several; or a copy of all of x in the same order."""
-    if any(isinstance(each, Tensor | torch.dtype) for each in tree_leaves((others, named))):
-        return _masked(x, func, *others) if func is Tensor.__getitem__ else NotImplemented
-    shaped = _shaped(x, func, others, named)
-    if not isinstance(shaped, tuple):
-        return x if shaped is x.shaped else _part(x, func, shaped)
-    parts = [_part(x, func, each, is_part=True) for each in shaped]
-    return NotImplemented if any(each is NotImplemented for each in parts) else tuple(parts)
-
-
-def _masked(x: Spread, func: Callable[..., Any], mask: object) -> Any:
+def _masked(x: SpreadRows, mask: object) -> Any:
     """Copy the places of a mask, as TRL takes them on a GPU. torch itself waits for the device here, too."""
     if not _is_plain(mask) or mask.dtype != torch.bool or mask.shape != x.place_rows.shape:
         return NotImplemented
-    return _copy(x, x.place_rows[mask.cpu().numpy()])
-
-
-def _copy(x: Spread, index: IntArray) -> Any:
-    """Copy rows; NotImplemented if the copy is an inference tensor, and x is not."""
-    if not index.size or (torch.is_inference_mode_enabled() and not x.table.is_inference()):
+    index = x.place_rows[mask.cpu().numpy()]
+    if not index.size:
         return NotImplemented
     x.mark_read()
-    return Spread(x.table, index, x.padding_row, x.report)
-
-
-def _part(x: Spread, func: Callable[..., Any], shaped: Any, is_part: bool = False) -> Any:
-    """Return what has the strides of `shaped` in the memory of x, each step of which has to be one of whole rows."""
-    width = x.shape[-1]
-    if shaped is NotImplemented or not shaped.numel() or shaped.shape[-1:] != (width,):
-        return NotImplemented
-    if not shaped._is_view():
-        return _copy(x, x.place_rows.reshape(shaped.shape[:-1])) if func in COPIES else NotImplemented
-    strides = [0 if size == 1 else step for size, step in zip(shaped.shape, shaped.stride(), strict=True)]
-    start = shaped.storage_offset()
-    if x.base is not None and not x.modes.grad and torch.is_grad_enabled():
-        return NotImplemented  # its gradient ends at x
-    if strides.pop() != 1 or any(step % width for step in (*strides, start)):
-        return NotImplemented
-    inside = x.memory.place_rows.reshape(-1)[start // width :]
-    steps = [step // width * inside.itemsize for step in strides]
-    index = np.lib.stride_tricks.as_strided(inside, shaped.shape[:-1], steps, writeable=False).copy()
-    return Spread(x.table, index, x.padding_row, x.report, shaped, x.memory, is_part or x.is_part)
-
-
-def _iter(x: Spread, func: object, others: Others, named: Named) -> Any:
-    return _view(x, Tensor.unbind, (), {})
-
-
-def _per_row(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
-    """Compute one number for each row of the table, once, as TRL requests one row of the batch after the other."""
-    given = _given(("dim", "keepdim"), others, named)
-    if given.pop("dim", None) not in (-1, len(x.shape) - 1) or not given.keys() <= {"keepdim", "dtype"}:
-        return NotImplemented
-    x.mark_read()
-    key = func, *given.items(), Modes.now(), torch.is_autocast_enabled(x.table.device.type)
-    known = x.memory.numbers if x.table is x.memory.table and not is_checkpointed() else {}
-    if key not in known:
-        known[key] = func(x.table, dim=-1, **given)
-    return x.at_places(known[key])
+    return x.at(index)
 
 
 def _is_plain(x: object) -> TypeGuard[Tensor]:
@@ -151,7 +120,7 @@ def _is_plain(x: object) -> TypeGuard[Tensor]:
     return type(x) is Tensor or hasattr(x, "fake_mode")
 
 
-def _gather(x: Spread, func: object, others: Others, named: Named) -> Any:
+def _gather(x: SpreadRows, func: object, others: Others, named: Named) -> Any:
     """Select some numbers of each row, such as the log-probabilities of labels."""
     given = _given(("dim", "index"), others, named)
     index, width = given.get("index"), x.shape[-1]
@@ -170,7 +139,7 @@ def _gather(x: Spread, func: object, others: Others, named: Named) -> Any:
     return found
 
 
-def _cross_entropy(x: Spread, func: object, others: Others, named: Named) -> Any:
+def _cross_entropy(x: SpreadRows, func: object, others: Others, named: Named) -> Any:
     given = _given(("target", "weight"), others, named)
     target, reduction, ignored = given.get("target"), given.get("reduction", "mean"), given.get("ignore_index", -100)
     if not _is_plain(target) or target.dtype != torch.int64 or target.shape != x.place_rows.shape:
@@ -181,23 +150,25 @@ def _cross_entropy(x: Spread, func: object, others: Others, named: Named) -> Any
     if reduction not in ("mean", "sum", "none"):
         return NotImplemented
     x.mark_read()
-    rows = x.needed()
+    rows = x.with_asked_rows() if x.asks_few else x
     counted = target != ignored
     labels = target.masked_fill(~counted, 0)
     table = rows.table
     if torch.is_autocast_enabled(table.device.type):  # it is one of those that autocast computes in float32
         table = table.to(torch.promote_types(table.dtype, torch.float32))
     if reduction == "none":
-        return rows.placed(-logits_logprobs(table, labels, rows.rows)).masked_fill(~counted, 0).to(table.dtype)
+        losses = -logits_logprobs(table, labels, rows.rows)
+        check_gradient_at(rows.padding, losses)
+        return losses.masked_fill(~counted, 0).to(table.dtype)
     loss = logits_cross_entropy(table, labels, rows.rows, counted)
-    rows.refuse_counted(counted, loss)
+    refuse_counted(rows.padding, counted, loss)
     return (loss / counted.sum() if reduction == "mean" else loss).to(table.dtype)
 
 
-def _for_token_loss(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
+def _for_token_loss(x: SpreadRows, func: Callable[..., Any], others: Others, named: Named) -> Any:
     """Call it on the table for a loss over tokens, which may read more of it: its gradient is known there."""
     table = func(x.table, x.place_rows.shape)
-    return x if table is x.table else Spread(table, x.place_rows, x.padding_row, x.report)
+    return x if table is x.table else x.with_table(table)
 
 
 def _named(*names: str) -> list[Any]:
@@ -206,16 +177,14 @@ def _named(*names: str) -> list[Any]:
 
 
 COPIES = {*_named("reshape", "flatten"), Tensor.contiguous}
-VIEWS = _named("view", "__getitem__", "unbind", "split")
-NUMBERS = _named("float", "double", "to", "neg", "__neg__", "mul", "__mul__", "__rmul__", "div", "__truediv__", "tanh")
+VIEWS = _named("view", "__getitem__")
+NUMBERS = _named("float", "double", "to", "mul", "__mul__", "__rmul__", "div", "__truediv__", "tanh")
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(NUMBERS, _by_row),
-    **dict.fromkeys(_named("log_softmax", "softmax"), _softmax),
+    **dict.fromkeys(_named("log_softmax"), _log_softmax),
     **dict.fromkeys([*COPIES, *VIEWS], _view),
-    **dict.fromkeys(_named("logsumexp", "sum"), _per_row),
     **dict.fromkeys(_named("gather"), _gather),
     for_token_loss: _for_token_loss,
-    Tensor.__iter__: _iter,
     functional.linear: _linear,
     functional.cross_entropy: _cross_entropy,
 }

@@ -16,8 +16,8 @@ from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, is_cache, text_decoder_of, with_rows
 from radixtrain.hf.guards.batch import Options
 from radixtrain.hf.guards.code import hooks_between_ours
-from radixtrain.hf.guards.draws import check_draws
 from radixtrain.hf.guards.model import verdict_of
+from radixtrain.hf.guards.rules import why_padding_matters
 from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.padded.calls import (
     PaddedRows,
@@ -29,9 +29,8 @@ from radixtrain.hf.padded.calls import (
 )
 from radixtrain.hf.padded.causes import Causes, NotShared
 from radixtrain.hf.padded.fused_heads import share_fused_heads
-from radixtrain.hf.padded.spread import NO_ROW, Places
+from radixtrain.hf.padded.places import NO_ROW, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
-from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.progress import Progress, Upstream
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.hf.windows import no_mask, window_may_bind
@@ -91,14 +90,11 @@ class PaddedSharing:
         """Return the arguments by which the decoder computes unique tokens; None, and the reason counted, if it cannot.
 
         model: around the backbone. args, kwargs: of the decoder.
-
-        Raises UserError for what draws at random, unless such calls are left.
         """
         call.is_over = True
         began = time.perf_counter()
         try:
             given = self._planned(model, call, arguments_of(call.decoder, args, kwargs))
-            self._check_draws(model, call)
         except NotShared as reason:
             self.report.count_unshared(str(reason))
             return None
@@ -106,19 +102,6 @@ class PaddedSharing:
             self.report.plan_seconds += time.perf_counter() - began
         self._count(given["radix_call"])
         return given
-
-    def _check_draws(self, model: PreTrainedModel, call: Upstream) -> None:
-        """Refuse what draws at random, unless such calls are left."""
-        head, has_noise = (
-            model.get_output_embeddings(),
-            call.backbone is call.decoder,
-        )  # else bits of embeddings show it
-        try:
-            check_draws(call.decoder, head, self.options.allow_dropout, has_noise)
-        except UserError as error:
-            if not self.leaves_refused:
-                raise
-            raise NotShared(str(error)) from None
 
     def _planned(self, model: PreTrainedModel, upstream: Upstream, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the shared call. Raises NotShared if there is none. given: of the decoder."""

@@ -1,54 +1,148 @@
-"""Hidden states and logits of a padded batch that are a `Spread` as long as nothing needs more of them.
+"""Hidden states and logits of a padded batch as a small table, and which of its rows is at each place.
 
-Functions of a short list read its table (`row_functions.py`). Everything else, an `autograd.Function` too, gets the
-ordinary tensor. It is made then, once, and replaces the lazy one: the same Python object is a `torch.Tensor` from then
-on. So do all views of it, at the same time, each as a view of it made in the modes of the lazy one.
+    table  a b c    place_rows  0 1 2    stands for  a b c
+                                0 1 0                a b a
 
-If rows of the table were read with gradients, the gradient at each place does not exist. The lazy tensor then stays in
-front of the ordinary one, to raise a UserError when that gradient is requested.
+One rule: the functions of a short list compute with the table (`row_functions.py`). Every other one, an
+`autograd.Function` too, gets the ordinary tensor, which is made then, once, in the modes of the lazy one. So are those
+of all its views, each as a view of it. From then on they answer in place of the lazy ones. Code that torch does not
+ask about its arguments, below autograd or in C++, is refused.
+
+If rows of the table were read with gradients, the gradient at each place does not exist: requesting it is refused too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, cached_property
 from types import MethodType
-from typing import Any, NoReturn
-from weakref import ref
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._functorch import utils
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from radixtrain.errors import UserError
+from radixtrain.hf.padded.places import NO_ROW, at_places
 from radixtrain.hf.padded.row_functions import RULES
-from radixtrain.hf.padded.spread import Spread, gradient_of_rows, is_checkpointed
+from radixtrain.hf.sharing_report import SharingReport
+from radixtrain.kernels.rows import gather_rows
+from radixtrain.tree.arrays import IntArray
+
+BELOW = (
+    "shared hidden states or logits reach code that torch does not ask about its arguments, in a torch.func transform, "
+    "in C++, or an `apply` of an autograd.Function that was taken before radixtrain was imported: clone them before it"
+)
+
+
+class Modes(NamedTuple):
+    """The modes of torch in which a tensor is made."""
+
+    grad: bool
+    inference: bool
+
+    @classmethod
+    def now(cls) -> Modes:
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+    @contextmanager
+    def entered(self, x: Tensor | None = None) -> Iterator[None]:
+        """Compute with x in these modes, and let no caller's mode count, trace or transform what is computed.
+
+        x: if it is one of torch's fake tensors, its mode stays.
+        """
+        with (
+            _disable_current_modes(),
+            getattr(x, "fake_mode", nullcontext()),
+            temporarily_clear_interpreter_stack(),
+            torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.grad),
+        ):
+            yield
 
 
 class SpreadRows(Tensor):
-    """A tensor, (..., W), that everybody sees as an ordinary one."""
+    """`table[place_rows]`, (..., W), which everybody sees as an ordinary tensor.
 
-    spread: Spread
+    table: (R, W). place_rows: (...), int64, on the host.
+    padding_row: which row of the table stands at padding; NO_ROW without any.
+    shaped: (..., W). the ordinary tensor without its numbers, on the meta device: its strides, whether it is a view.
+    base: what it is a view of, with the whole memory; None for that itself. views: of that, itself included, by id.
+    modes: in which it was made. made_by: its node then.
+    dense: the ordinary tensor, once there is one. dense_node: its node when it was made.
+    was_read: functions read the table with gradients, so that those at the places are not complete. Of the base.
+    """
+
+    table: Tensor
+    place_rows: IntArray
+    padding_row: int
+    report: SharingReport
+    shaped: Tensor
+    base: SpreadRows | None
+    views: WeakValueDictionary[int, SpreadRows]
+    modes: Modes
     made_by: Any
+    dense: Tensor | None = None
+    dense_node: Any = None
+    was_read: bool = False
 
     @classmethod
-    def of(cls, *spread: Any) -> SpreadRows:
-        """Represent `Spread(*spread)`."""
-        return cls.lazy(Spread(*spread))
-
-    @classmethod
-    def lazy(cls, spread: Spread) -> SpreadRows:
+    def of(
+        cls,
+        table: Tensor,
+        place_rows: IntArray,
+        padding_row: int,
+        report: SharingReport,
+        shaped: Tensor | None = None,
+        base: SpreadRows | None = None,
+    ) -> SpreadRows:
+        """Represent the rows of a table at these places. Arguments: as the attributes of this class."""
         give_functions_ordinary_tensors()
-        with spread.modes._replace(inference=spread.table.is_inference()).entered(spread.table):
-            found: SpreadRows = _Lazy.apply(spread.table, spread)
-        with torch._C.DisableTorchFunctionSubclass():
-            found.requires_grad_(spread.table.requires_grad)
-        found.spread, found.made_by = spread, found.node
-        spread.memory.lazy.append(ref(found))
+        modes = Modes.now()
+        if not modes.grad:
+            table = table.detach()
+        if shaped is None:
+            with Modes(grad=False, inference=False).entered():
+                shaped = torch.empty(*place_rows.shape, table.shape[1], dtype=table.dtype, device="meta")
+        with modes.entered(table):
+            found: SpreadRows = _Lazy.apply(table, shaped)
+        found.table, found.place_rows, found.padding_row, found.report = table, place_rows, padding_row, report
+        found.shaped, found.base, found.modes, found.made_by = shaped, base, modes, found.node
+        found.views = WeakValueDictionary() if base is None else base.views
+        found.views[id(found)] = found
         return found
+
+    def with_table(self, table: Tensor) -> SpreadRows:
+        """Represent what a function has made of each row of the table."""
+        return SpreadRows.of(table, self.place_rows, self.padding_row, self.report)
+
+    def at(self, place_rows: IntArray, shaped: Tensor | None = None) -> SpreadRows:
+        """Represent rows of the same table at other places: a copy, or a view that looks like `shaped`."""
+        base = None if shaped is None else self.memory
+        return SpreadRows.of(self.table, place_rows, self.padding_row, self.report, shaped, base)
+
+    def with_asked_rows(self) -> SpreadRows:
+        """Drop the rows that stand at no place."""
+        rows = self.asked_rows
+        if len(rows) == len(self.table):
+            return self
+        number = np.full(len(self.table) + 1, NO_ROW)
+        number[rows] = np.arange(len(rows))
+        table = gather_rows(self.table, self._on_device(rows))
+        return SpreadRows.of(table, number[self.place_rows], int(number[self.padding_row]), self.report)
+
+    @property
+    def memory(self) -> SpreadRows:
+        """Return that with the whole memory."""
+        return self if self.base is None else self.base
 
     @property
     def node(self) -> Any:
@@ -56,106 +150,122 @@ class SpreadRows(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.grad_fn
 
-    def check_is_ours(self) -> None:
-        """Raise UserError if an `autograd.Function` returned this tensor: it would get no gradient."""
-        if self.node is not self.made_by:
-            raise UserError(
-                "an autograd.Function of which the method `apply` was taken before radixtrain was imported returned "
-                "shared hidden states or logits: import radixtrain before it, or call the class's own apply"
-            )
+    @cached_property
+    def rows(self) -> Tensor:
+        """Return the rows of the places, flat, as an index on the device of the table, (places,), int64."""
+        return self._on_device(self.place_rows.reshape(-1))
+
+    @cached_property
+    def padding(self) -> Tensor:
+        """Return the places of padding, flat and ascending, int64."""
+        return self._on_device(np.flatnonzero(self.place_rows == self.padding_row))
+
+    @cached_property
+    def asked_rows(self) -> IntArray:
+        """Return which rows of the table stand at some place, ascending."""
+        is_asked = np.zeros(len(self.table), dtype=bool)
+        is_asked[self.place_rows] = True
+        return np.flatnonzero(is_asked)
+
+    @property
+    def asks_few(self) -> bool:
+        return 2 * len(self.asked_rows) < len(self.table)
+
+    def _on_device(self, index: IntArray) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.from_numpy(index).to(self.table.device, non_blocking=True)
 
     @property
     def is_lazy(self) -> bool:
         """Return whether functions may read the table. In a checkpoint they repeat what they did before."""
-        memory = self.spread.memory
+        memory = self.memory
         if torch._C._are_functorch_transforms_active():
             return False
-        if self.spread.table.is_inference() and torch.is_grad_enabled():
+        if self.table.is_inference() and torch.is_grad_enabled():
             return False  # if it is an error, torch raises its own
         return memory.dense is None or (memory.was_read and not memory.dense._version and is_checkpointed())
 
+    @property
+    def has_no_gradient(self) -> bool:
+        """Return whether the gradient at the places does not exist. One that was changed in place has another."""
+        return self.memory.was_read and (self.dense is None or _node_of(self.dense) is self.dense_node)
+
+    def mark_read(self) -> None:
+        """Note that rows were read, if their gradient does not come by the places."""
+        self.memory.was_read |= torch.is_grad_enabled() and self.table.requires_grad
+
     def whole(self) -> Tensor:
-        """Return the ordinary tensor, which this object becomes unless the last paragraph of the module applies."""
-        spread, memory = self.spread, self.spread.memory
-        shown, memory.lazy = [each() for each in memory.lazy], []  # torch swaps none with a weak reference
-        for each in (*shown, self):
-            if type(each) is SpreadRows:
-                each._settle()
-        return self if type(self) is not SpreadRows else spread.dense  # type: ignore[return-value]
+        """Return the ordinary tensor."""
+        for each in (self.memory, *self.views.values()):
+            if each.dense is None:
+                each._make_dense()
+        assert self.dense is not None
+        return self.dense
 
-    def _settle(self) -> None:
-        """Become the ordinary tensor if possible. A changed one has another gradient than the rows that were read."""
-        self.spread.make_dense()
-        if not self.spread.memory.was_read or self.spread.is_changed:
-            self._become_ordinary()
+    def _make_dense(self) -> None:
+        """Make the ordinary tensor: of the whole memory from the table, and a view as a view of that."""
+        with self.modes.entered(self.table):
+            if self.base is None:
+                self.dense = at_places(self.table, self.rows.view(self.place_rows.shape), self.padding)
+            else:
+                memory: Any = self.base.dense
+                shaped = self.shaped
+                self.dense = memory.as_strided(shaped.shape, shaped.stride(), shaped.storage_offset())
+        self.dense_node = _node_of(self.dense)
 
-    def _become_ordinary(self) -> None:
-        """Turn this object into the ordinary tensor, keeping attributes that others set, unless a view of it exists."""
-        spread, dense = self.spread, self.spread.dense
-        others = {name: value for name, value in self.__dict__.items() if name not in ("spread", "made_by")}
-        spread.dense = None
-        try:
-            torch.utils.swap_tensors(self, dense)
-        except RuntimeError:
-            spread.dense = dense
-        else:
-            self.__dict__.update(others)
-            spread.dense = self
+    def __hash__(self) -> int:
+        return id(self)
 
     @classmethod
     @torch.compiler.disable  # so that the compiler gets ordinary tensors
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA:
+        if func in METADATA and args[0].dense is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
-        for each in leaves:
-            if type(each) is SpreadRows and each.spread.is_changed:
-                each.whole()
-        ours = [each for each in leaves if type(each) is SpreadRows]
+        ours = [each for each in tree_leaves((args, kwargs)) if type(each) is SpreadRows]
         for each in ours:
-            each.check_is_ours()
-        if func in READ and ours and ours[0].spread.memory.was_read:
-            return READ[func](*args)
+            _check_is_ours(each)
+        first = args[0] if args and type(args[0]) is SpreadRows else None
+        if func in LATE and first is not None and first.has_no_gradient:
+            return LATE[func](*args)
+        if func is torch.autograd.grad:
+            _check_not_read(kwargs.get("inputs", args[1:2]))
+        found = NotImplemented
         # A further lazy argument becomes ordinary in the function, and with it perhaps the one whose table is read.
-        found = _of_table(func, args, kwargs) if func in RULES and len(ours) == 1 else NotImplemented
+        if func in RULES and first is not None and len(ours) == 1 and first.is_lazy:
+            found = RULES[func](first, func, args[1:], kwargs)
         return _of_whole(func, args, kwargs, ours) if found is NotImplemented else found
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Compute values below autograd, as `torch.func` asks for them. `_Lazy` takes their gradient back."""
-        if func._schema.is_mutable:
-            raise UserError(
-                f"{func} would change shared hidden states or logits in place below autograd, in a torch.func "
-                f"transform or in C++: clone them before it"
-            )
-
-        def values(x: object) -> Any:
-            if type(x) is not SpreadRows:
-                return x
-            spread = x.spread
-            spread.memory.was_read |= spread.table.requires_grad
-            return spread.table.detach()[spread.rows].view(x.shape) if spread.dense is None else spread.dense.detach()
-
-        args, kwargs = tree_map(values, (args, kwargs or {}))
-        return func(*args, **kwargs)
+    def __torch_dispatch__(cls, *call: Any, **further: Any) -> NoReturn:
+        raise UserError(BELOW)
 
 
 class _Lazy(torch.autograd.Function):
     """A tensor without memory of its own."""
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, spread: Spread) -> Tensor:
-        ctx.way_back, shaped = gradient_of_rows(spread), spread.shaped
+    def forward(ctx: Any, table: Tensor, shaped: Tensor) -> Tensor:
         places = shaped.shape, shaped.stride(), shaped.storage_offset()
         return Tensor._make_wrapper_subclass(SpreadRows, *places, dtype=table.dtype, device=table.device)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.way_back(grad), None
+    def backward(ctx: Any, grad: Tensor) -> NoReturn:
+        raise UserError(BELOW)
+
+
+def is_checkpointed() -> bool:
+    """Return whether hooks get what torch saves for the backward pass, as in a checkpoint, which counts it in both."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _node_of(x: Tensor) -> Any:
+    """Return the node that made it; None if torch raises because it is a view of what was changed in another mode."""
+    try:
+        return x.grad_fn
+    except RuntimeError:
+        return None
 
 
 @cache
@@ -163,7 +273,7 @@ def give_functions_ordinary_tensors() -> None:
     """Replace what torch does first with the arguments of every `autograd.Function`, which it gives as they are.
 
     Many libraries hold the method `apply` of theirs, so that another one in its place would not reach them. From
-    torch 2.14 on there is nothing else to replace: what those return is refused (`SpreadRows.check_is_ours`).
+    torch 2.14 on there is nothing else to replace: what those return is refused.
     """
     if isinstance(Function.apply, MethodType):
         unwrap = utils.unwrap_dead_wrappers
@@ -178,46 +288,31 @@ def give_functions_ordinary_tensors() -> None:
 
 
 def _ordinary(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    if _only_keeps(*args[:2]):
+    if SpreadRows not in map(type, args):
         return args
-    return tuple(each.whole() if type(each) is SpreadRows else each for each in args)
+    return tuple(map(_whole, args))
 
 
-def _only_keeps(first: object = None, second: object = None) -> bool:
-    """Return whether a checkpoint of torch before 2.12 keeps what it got: after an empty tensor, and what was named."""
-    return type(first) is Tensor and not first.numel() and isinstance(second, dict)
-
-
-def _of_table(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a function makes of the table of its first argument; NotImplemented if it needs the whole tensor."""
-    x = args[0] if args else None
-    if type(x) is not SpreadRows or not x.is_lazy:
-        return NotImplemented
-    found = RULES[func](x.spread, func, args[1:], kwargs)
-    if isinstance(found, tuple):
-        parts = tuple(map(SpreadRows.lazy, found))
-        return iter(parts) if func is Tensor.__iter__ else parts
-    if isinstance(found, Spread):
-        return x if found is x.spread else SpreadRows.lazy(found)
-    return found
+def _whole(x: Any) -> Any:
+    return x.whole() if type(x) is SpreadRows else x
 
 
 def _of_whole(func: Callable[..., Any], args: Any, kwargs: Any, ours: list[SpreadRows]) -> Any:
     """Return what a function makes of ordinary tensors. ours: the lazy ones among its arguments."""
-    if func in WANTS_GRADIENT:
-        _check_not_read(func, args, kwargs)
-    args, kwargs = tree_map(lambda each: each.whole() if type(each) is SpreadRows else each, (args, kwargs))
+    args, kwargs = tree_map(_whole, (args, kwargs))
     found = func(*args, **kwargs)
-    for each in (each for each in ours if type(each) is SpreadRows):
-        found = each if found is each.spread.dense else found
-        each.whole()  # if it was changed
-    return found
+    return next((each for each in ours if found is each.dense), found)
 
 
-def _check_not_read(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a request for a gradient that no longer comes."""
-    wanted = tree_leaves(kwargs.get("inputs", args[1:2]) if func is torch.autograd.grad else (args, kwargs))
-    if any(type(each) is SpreadRows and each.spread.memory.was_read for each in wanted):
+def _check_is_ours(x: SpreadRows) -> None:
+    """Refuse a tensor that an `autograd.Function` has returned: it would get no gradient."""
+    if x.node is not x.made_by:
+        raise UserError(BELOW)
+
+
+def _check_not_read(wanted: object) -> None:
+    """Refuse a request for gradients some of which do not exist."""
+    if any(type(each) is SpreadRows and each.has_no_gradient for each in tree_leaves(wanted)):
         _refuse_gradient()
 
 
@@ -229,36 +324,26 @@ def _refuse_gradient(*wanted: object) -> NoReturn:
     )
 
 
-class _NoGradient(Tensor):
-    """What a hook gets if it waits for a gradient that does not exist: it may read the shape, and pass it on."""
+def _register_hook(x: SpreadRows, hook: Callable[[Any], Any]) -> RemovableHandle:
+    """Call a hook with None when the gradient of the table comes.
 
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in METADATA:
-            _refuse_gradient()
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    __torch_dispatch__ = _refuse_gradient  # type: ignore[assignment]
-
-
-def _register_hook(x: SpreadRows, hook: Callable[[Tensor], Any]) -> RemovableHandle:
-    """Call a hook when the gradient of the table comes. FSDP and DeepSpeed learn so that a backward pass has begun."""
+    FSDP and DeepSpeed learn so that a backward pass has begun. A hook that wants the gradient itself is refused.
+    """
 
     def call(grad: Tensor) -> None:
-        stand_in = Tensor._make_wrapper_subclass(_NoGradient, shape, dtype=grad.dtype, device=grad.device)
-        returned = hook(stand_in)
-        if returned is not None and returned is not stand_in:
+        try:
+            returned = hook(None)
+        except (TypeError, AttributeError):
+            _refuse_gradient()
+        if returned is not None:
             _refuse_gradient()
 
-    shape = x.shape
-    return x.spread.table.register_hook(call)
+    return x.table.register_hook(call)
 
 
 def _without_hooks(x: SpreadRows) -> Any:
     """Let others look at a node, as DistributedDataParallel does, though not all of its gradient arrives there."""
-    with torch._C.DisableTorchFunctionSubclass():
-        node: Any = x.grad_fn
+    node = x.node
     if node is not None:
         node.register_hook = node.register_prehook = _refuse_gradient
     return node
@@ -268,14 +353,14 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names}
 
 
-READ = {  # what these are once the table was read
+LATE: dict[Any, Callable[..., Any]] = {  # what these are if the gradient does not exist
     **dict.fromkeys(_getters("grad_fn"), lambda x, *_: _without_hooks(x)),
     Tensor.register_hook: _register_hook,
+    Tensor.retain_grad: _refuse_gradient,
 }
-WANTS_GRADIENT = {Tensor.retain_grad, torch.autograd.grad}
 METADATA = {
     *_getters("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_sparse"),
     *_getters("is_meta", "is_nested", "is_quantized", "is_mkldnn"),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_inference),
-    *(Tensor.__hash__, Tensor.__len__, Tensor.element_size, Tensor.get_device, Tensor.stride, Tensor.is_contiguous),
+    *(Tensor.__len__, Tensor.element_size, Tensor.get_device, Tensor.stride, Tensor.is_contiguous),
 }

@@ -1,18 +1,13 @@
 """Generates the model's answers to prompts, which are computed on their unique tokens.
 
-What `radixtrain.generate` refuses, such as recurrent layers, is computed by transformers' own `generate`, each prompt
-by itself.
-
 With several ranks, each answers a share of the prompts, and all receive all answers.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,10 +22,9 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, did_you_mean, first_line
 from radixtrain.generation.cache import RadixCache
 from radixtrain.generation.generate import check_arguments, generate
-from radixtrain.generation.prefill import generating, score_completions
+from radixtrain.generation.prefill import generating
+from radixtrain.generation.score import score_completions
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.guards.batch import check_table
-from radixtrain.hf.guards.draws import evaluating
 from radixtrain.settings.commands import AnswerSettings
 from radixtrain.tree.arrays import back_to_back
 from radixtrain.tree.sorting import sort_sequences
@@ -41,8 +35,6 @@ if TYPE_CHECKING:
 KEY = "evaluate_generation"
 # Prompts at once by default, and tokens that they and their answers may store: most are shorter than the limit.
 MAX_BATCH, STORED_TOKENS, EXPECTED_ANSWER = 256, 65_536, 1_024
-ORDINARY_BATCH = 32  # prompts at once by default, if each is computed by itself
-logger = logging.getLogger(__name__)
 
 
 def fields_of_config(
@@ -69,19 +61,15 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase, model: object, prompts: Sequ
     return sorted(ends)
 
 
-RawAnswer = tuple[list[int], float, str]
-"""Fields of an `Answer` without its text."""
-
-
 class Answer(NamedTuple):
-    """An answer. text: without special tokens. token_ids: with the token that ended it. logprob: of all of them, under
-    the model; 0 if not requested. finish_reason: `stop`, at an end token or a stop string, or `length`.
+    """An answer. token_ids: with the token that ended it. finish_reason: `stop`, at an end token or a stop string, or
+    `length`. text: without special tokens. logprob: of all tokens, under the model; 0 if not requested.
     """
 
-    text: str
     token_ids: list[int]
-    logprob: float
     finish_reason: str
+    text: str = ""
+    logprob: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,25 +96,11 @@ def check_answering(
         for name in GenerationConfig().update(**options.generation_kwargs or {}):
             raise UserError(f"unknown option {name!r}{did_you_mean(name, GenerationConfig().to_dict())}")
         check_arguments(model, None, fields_of_config(options, tokenizer, model, prompts))
-        check_table(parts_of(model), _longest(prompts, options))
+        longest = max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens - 1  # all but the last
+        with generating(model, parts_of(model), longest):
+            return
     except (TypeError, ValueError) as error:
         raise UserError(f"{KEY}: {error}") from None
-    if reason := _why_ordinary(model, prompts, options):
-        logger.warning("%s: each prompt is computed by itself, by transformers' own generate: %s", KEY, reason)
-
-
-def _longest(prompts: Sequence[Prompt], options: AnswerSettings) -> int:
-    """Return the tokens of the longest prompt and its answer, without the last one, which is never computed."""
-    return max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens - 1
-
-
-def _why_ordinary(model: Any, prompts: Sequence[Prompt], options: AnswerSettings) -> str | None:
-    """Say why prompts cannot be computed on their unique tokens, as those of models with recurrent layers."""
-    try:
-        with generating(model, parts_of(model), _longest(prompts, options)):
-            return None
-    except UserError as error:
-        return str(error)
 
 
 def answer_prompts(
@@ -139,7 +113,7 @@ def answer_prompts(
 ) -> Answers:
     """Generate one answer for each prompt. With several ranks, each calls this with all prompts.
 
-    model: is put into evaluation mode meanwhile; afterwards every module has its previous mode.
+    model: runs in evaluation mode, and is left as it was.
     logprobs: whether they are computed; otherwise they are 0.
     cache: for prompts of several calls that share a beginning.
 
@@ -149,16 +123,19 @@ def answer_prompts(
     start, rank = time.perf_counter(), ranks().rank
     shares = _shares(prompts, ranks().size)
     own = [prompts[index] for index in shares[rank]]
-    with torch.no_grad(), isolate_rng(), evaluating(model):
+    with isolate_rng():
         torch.manual_seed(options.seed + rank)
-        rows, num_computed = _rows(model, own, tokenizer, fields, options, cache)
-        if logprobs:
-            rows = _with_logprobs(model, own, rows, options)
-    parts = ranks().gather((rows, num_computed, time.perf_counter() - start))
+        found, num_computed = _generated(model, own, tokenizer, fields, options, cache)
+        if logprobs and own:
+            scores = score_completions(
+                model, [each.token_ids.tolist() for each in own], [[each.token_ids] for each in found]
+            )
+            found = [each._replace(logprob=sum(score)) for each, (score,) in zip(found, scores, strict=True)]
+    parts = ranks().gather((found, num_computed, time.perf_counter() - start))
     pairs = [pair for share, part in zip(shares, parts, strict=True) for pair in zip(share, part[0], strict=True)]
-    rows = [row for _, row in sorted(pairs, key=lambda pair: pair[0])]
-    texts = tokenizer.batch_decode([tokens for tokens, *_ in rows], skip_special_tokens=True)
-    answers = [Answer(text, *row) for text, row in zip(texts, rows, strict=True)]
+    answers = [answer for _, answer in sorted(pairs, key=lambda pair: pair[0])]
+    texts = tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)
+    answers = [answer._replace(text=text) for answer, text in zip(answers, texts, strict=True)]
     num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     return Answers(answers, num_prompt_tokens, sum(part[1] for part in parts), max(part[2] for part in parts))
 
@@ -171,30 +148,28 @@ def _shares(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
     return [part.tolist() for part in np.array_split(order, num_ranks)]
 
 
-def _rows(
+def _generated(
     model: Any,
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     fields: Mapping[str, Any],
     options: AnswerSettings,
     cache: RadixCache | None,
-) -> tuple[list[RawAnswer], int]:
+) -> tuple[list[Answer], int]:
     """Generate an answer to each prompt, and count the rows that were computed for the prompts.
 
-    model: in evaluation mode. fields: of `GenerationConfig`, with `eos_token_id` as a list. Draws come from torch's
+    fields: of `GenerationConfig`, with `eos_token_id` as a list. Draws come from torch's
     generator. Raises UserError for an option that `generate` refuses.
     """
     ids = [prompt.token_ids for prompt in prompts]
-    shares = not ids or _why_ordinary(model, prompts, options) is None
     stored = RadixCache(STORED_TOKENS) if cache is None else cache
-    call = partial(generate, model, cache=stored) if shares else model.generate
-    answers: dict[int, RawAnswer] = {}
-    num_computed, before = 0, stored.counters.num_computed
-    for members in _batches(ids, options) if shares else _batches_by_length(ids, options):
+    answers: dict[int, Answer] = {}
+    before = stored.counters.num_computed
+    for members in _batches(ids, options):
         batch = _left_padded([ids[member] for member in members], model.device)
-        answers.update(zip(members, _answered(call, batch, tokenizer, fields), strict=True))
-        num_computed += len(members) if shares else batch["input_ids"].numel()  # the last token of each prompt
-    return [answers[member] for member in range(len(ids))], num_computed + stored.counters.num_computed - before
+        answers.update(zip(members, _answered(model, batch, tokenizer, fields, stored), strict=True))
+    num_last = len(ids)  # the last token of each prompt, which is never stored
+    return [answers[member] for member in range(len(ids))], num_last + stored.counters.num_computed - before
 
 
 def _batches(ids: Sequence[np.ndarray], options: AnswerSettings) -> list[list[int]]:
@@ -204,47 +179,21 @@ def _batches(ids: Sequence[np.ndarray], options: AnswerSettings) -> list[list[in
     return cut_by_unique_tokens(in_order, STORED_TOKENS, expected, options.batch_size or MAX_BATCH)
 
 
-def _batches_by_length(ids: Sequence[np.ndarray], options: AnswerSettings) -> Iterator[list[int]]:
-    """Yield the prompts of each batch, of similar length, so that little is padded."""
-    order, size = sorted(range(len(ids)), key=lambda index: -len(ids[index])), options.batch_size or ORDINARY_BATCH
-    return (order[first : first + size] for first in range(0, len(order), size))
-
-
 def _answered(
-    call: Callable[..., Tensor],
+    model: Any,
     batch: Mapping[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
     fields: Mapping[str, Any],
-) -> Iterator[RawAnswer]:
-    """Yield the answer to each prompt of a batch, without log-probability. call: takes what `model.generate` takes."""
+    cache: RadixCache,
+) -> Iterator[Answer]:
+    """Yield the answer to each prompt of a batch, without its text and log-probability."""
     pad = next(iter(fields["eos_token_id"] or ()), 0)  # what follows an end token is cut off
     try:
-        generated = call(**batch, tokenizer=tokenizer, **{"pad_token_id": pad, **fields})
+        generated = generate(model, cache=cache, **batch, tokenizer=tokenizer, **{"pad_token_id": pad, **fields})
     except (TypeError, ValueError) as error:
         raise UserError(f"{KEY}: {first_line(error)}") from error
     for answer in generated[:, batch["input_ids"].shape[1] :].tolist():
-        tokens, reason = _until_end(answer, fields, tokenizer)
-        yield tokens, 0.0, reason
-
-
-def _with_logprobs(
-    model: Any, prompts: Sequence[Prompt], rows: Sequence[RawAnswer], options: AnswerSettings
-) -> list[RawAnswer]:
-    """Add the log-probability of each answer, under the model itself."""
-    pairs = [(prompt.token_ids, tokens) for prompt, (tokens, *_) in zip(prompts, rows, strict=True)]
-    if pairs and _why_ordinary(model, prompts, options) is None:
-        scores = score_completions(model, [ids for ids, _ in pairs], [[tokens] for _, tokens in pairs])
-        logprobs = [score.logprob for (score,) in scores]
-    else:
-        logprobs = [_logprob(model, *pair) for pair in pairs]
-    return [(tokens, logprob, reason) for (tokens, _, reason), logprob in zip(rows, logprobs, strict=True)]
-
-
-def _logprob(model: Any, prompt: np.ndarray, tokens: Sequence[int]) -> float:
-    """Return the log-probability of an answer by an ordinary forward pass."""
-    ids = torch.tensor([[*prompt.tolist(), *tokens]], device=model.device)
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return float(logits.double().log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).sum())
+        yield _until_end(answer, fields, tokenizer)
 
 
 def _left_padded(rows: Sequence[np.ndarray], device: torch.device) -> dict[str, Tensor]:
@@ -256,13 +205,11 @@ def _left_padded(rows: Sequence[np.ndarray], device: torch.device) -> dict[str, 
     return dict(zip(("input_ids", "attention_mask"), torch.from_numpy(padded).to(device), strict=True))
 
 
-def _until_end(
-    tokens: list[int], fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[int], str]:
+def _until_end(tokens: list[int], fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Answer:
     """Cut an answer after its end token, and say why it ended."""
     length = next((index for index, token in enumerate(tokens) if token in (fields["eos_token_id"] or ())), len(tokens))
     stop_strings = fields.get("stop_strings") or ()
     text = tokenizer.decode(tokens[:length]) if stop_strings else ""
     if any(each in text for each in ([stop_strings] if isinstance(stop_strings, str) else stop_strings)):
-        return tokens[:length], "stop"
-    return tokens[: length + 1], "stop" if length < len(tokens) else "length"
+        return Answer(tokens[:length], "stop")
+    return Answer(tokens[: length + 1], "stop" if length < len(tokens) else "length")

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from radixtrain.checkpoints.atomic import writing_file
@@ -35,7 +34,6 @@ Judge = Callable[[list[str], list[str], Rows], Any]
 """Takes answers, targets and rows, and returns a number for each. A row has `row`, its `file:line`, and `prompt`."""
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 NUM_TRIED = 2  # rows that are answered before the first step, to fail early
-MOST_ROWS_LOGGED = 1_000  # wandb uploads a whole table at every validation
 
 
 @dataclass(frozen=True)
@@ -211,18 +209,13 @@ class EvaluateGeneration:
         return {self.logged: sum(row.score for row in judged) / len(judged)}
 
     def _write(self, runner: Any, judged: Sequence[Judged]) -> None:
-        """Write the answers to a file, replacing an earlier one, and the first rows to every `WandbLogger`."""
+        """Write the answers to a file, replacing an earlier one."""
         name = f"step={runner.global_step}" if runner.state.fn == "fit" else "validate"
         path = runner.output_dir / "answers" / f"{name}.csv"
         with only_warns(f"the answers in {path.parent} cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with writing_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
                 csv.writer(file).writerows([Judged._fields, *(map(_cell, row) for row in judged)])
-        for log in runner.loggers:
-            if isinstance(log, WandbLogger):
-                with only_warns("the answers do not reach Weights & Biases", Exception):
-                    rows = list(map(list, judged[:MOST_ROWS_LOGGED]))
-                    log.log_table("answers", columns=list(Judged._fields), data=rows)
 
     def _judged(self, runner: Any, prompts: Sequence[Prompt], options: AnswerSettings) -> list[Judged]:
         """Generate the answers in the precision of the run, and judge them."""

@@ -54,7 +54,7 @@ class PredictedAnswers:
         self.seconds += answers.seconds
         return [
             {"row": prompt.where, "answer": text, "num_tokens": len(ids), "logprob": logprob, "finish_reason": reason}
-            for prompt, (text, ids, logprob, reason) in zip(prompts, answers.answers, strict=True)
+            for prompt, (ids, reason, text, logprob) in zip(prompts, answers.answers, strict=True)
         ]
 
     @property

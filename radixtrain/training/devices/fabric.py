@@ -28,7 +28,7 @@ from radixtrain.settings.fields import value_of
 from radixtrain.training.devices.fsdp2 import METHODS, shard
 from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, is_launched, launcher_env, one_device
 
-KEYS = ("accelerator", "devices", "num_nodes", "precision")  # of `trainer`, which Fabric takes
+KEYS = ("accelerator", "devices", "precision")  # of `trainer`, which Fabric takes
 FIRST_PORT = 15_000  # for the ranks of SLURM jobs to meet at
 ACCEPTED = ("auto", "ddp", "fsdp2")
 REFUSED = {  # beginnings of Lightning's names, and what to use instead
@@ -64,10 +64,8 @@ def fabric_of(settings: RunSettings, command: str) -> Fabric:
     """Make Fabric for a command. Raises UserError if the devices, the strategy or the precision cannot be had here."""
     changed = device_settings(settings, command)
     given = {name: changed.get(name, getattr(settings.trainer, name)) for name in KEYS}
-    given["plugins"] = [_environment()]
+    given |= {"plugins": [_environment()], "num_nodes": changed.get("num_nodes", launcher_env().num_nodes)}
     name = changed.get("strategy", settings.trainer.strategy)
-    if isinstance(given["devices"], str) and "," in given["devices"]:
-        given["devices"] = [int(number) for number in given["devices"].split(",") if number.strip()]
     try:
         fabric = Fabric(**given)
         if name != "auto" or not isinstance(fabric.strategy, SingleDeviceStrategy):
@@ -104,16 +102,9 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
         _check_sharded(settings, command)
     if sp_size_of(settings, command) > 1:
         _check_split(settings, command)
-    if not is_launched():
-        if config.num_nodes > 1:
-            raise UserError(
-                f"trainer.num_nodes {config.num_nodes}: start the command on each machine with torchrun, or with srun; "
-                f"then leave trainer.num_nodes and trainer.devices out"
-            )
-        return {}
     if launcher_env().by == "srun":
         _check_visible(config.accelerator)
-    return {"devices": launcher_env().local_size} if config.devices in ("auto", -1, "-1") else {}
+    return {"devices": launcher_env().local_size} if is_launched() and config.devices == "auto" else {}
 
 
 def _check_strategy(strategy: str) -> None:
@@ -127,7 +118,7 @@ def _check_strategy(strategy: str) -> None:
 def _check_visible(accelerator: str) -> None:
     """Raise UserError if SLURM shows each task only its own GPUs: rank N of a machine takes its GPU N."""
     num_visible, num_tasks = torch.cuda.device_count(), launcher_env().local_size
-    if accelerator in ("auto", "gpu", "cuda") and 0 < num_visible < num_tasks:
+    if accelerator in ("auto", "cuda") and 0 < num_visible < num_tasks:
         raise UserError(
             f"srun has started {num_tasks} tasks on this machine, and this one sees {num_visible} of its GPUs; every "
             f"task must see all: replace --gpus-per-task and --gpu-bind by --gpus-per-node={num_tasks}"
@@ -153,13 +144,13 @@ def _check_split(settings: Any, command: str) -> None:
 def _check_devices(fabric: Fabric, sp_size: int) -> None:
     """Raise UserError if the configured devices are not those that a launcher has started, or cannot be grouped."""
     strategy, launcher = fabric.strategy, launcher_env()
-    devices = getattr(strategy, "num_processes", 1), getattr(strategy, "num_nodes", 1)
-    if is_launched() and devices != (launcher.local_size, launcher.num_nodes):
+    devices = getattr(strategy, "num_processes", 1)
+    if is_launched() and devices != launcher.local_size:
         raise UserError(
-            f"trainer.devices {devices[0]} and trainer.num_nodes {devices[1]}: {launcher.by} has started "
-            f"{launcher.local_size} processes on each of {launcher.num_nodes} machines; leave both keys out"
+            f"trainer.devices {devices}: {launcher.by} has started {launcher.local_size} processes on this machine; "
+            f"leave trainer.devices out"
         )
-    check_sp_size(sp_size, devices[0] * devices[1])
+    check_sp_size(sp_size, devices * launcher.num_nodes)
 
 
 def _environment() -> ClusterEnvironment:

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from radixtrain.cores import num_cores, threads_are_given
 from radixtrain.distributed import join, ranks
-from radixtrain.errors import EndedElsewhere, Stopped, UserError
+from radixtrain.errors import EndedElsewhere, Stopped, UserError, handling
 from radixtrain.training.devices.launcher_env import PARENT, launcher_env
 
 Start = Mapping[str, str]
@@ -53,7 +54,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> str:
         for rank in range(num_ranks):
             environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             children.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
-        with _forwarding_signals(children):
+        with handling(dict.fromkeys(HANDLED, partial(_forward, children))):
             failure = _wait(children)
     finally:
         for child in children:
@@ -66,23 +67,10 @@ def launch(arguments: Sequence[str], num_ranks: int) -> str:
     return failure
 
 
-@contextmanager
-def _forwarding_signals(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Send signals on to the ranks: to rank 0 only if they ask for a save, which all ranks make once it asks."""
-
-    def forward(number: int, frame: object) -> None:
-        for child in children[:1] if number in SAVING else children:
-            child.send_signal(number)
-
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in HANDLED}
-    changed = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
-    for number in changed:
-        signal.signal(number, forward)
-    try:
-        yield
-    finally:
-        for number, handler in changed.items():
-            signal.signal(number, handler)
+def _forward(children: Sequence[subprocess.Popen[bytes]], number: int, frame: object) -> None:
+    """Send a signal on to the ranks: to rank 0 only if it asks for a save, which all ranks make once it asks."""
+    for child in children[:1] if number in SAVING else children:
+        child.send_signal(number)
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> str:

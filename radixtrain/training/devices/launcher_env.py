@@ -65,19 +65,15 @@ def is_launched() -> bool:
 def default_devices() -> dict[str, int]:
     """Return keys of `trainer` with defaults: one device, or as many as torchrun or srun have started processes."""
     launcher = launcher_env()
-    return {"trainer.devices": launcher.local_size, "trainer.num_nodes": launcher.num_nodes} if is_launched() else {}
+    return {"trainer.devices": launcher.local_size} if is_launched() else {}
 
 
 def one_device(config: TrainerSettings, command: str) -> dict[str, Any]:
     """Return the keys of `trainer` for a command that runs on one device: the first of those that are set for `fit`."""
-    devices = config.devices
-    if isinstance(devices, str) and "," in devices:
-        devices = [int(number) for number in devices.split(",") if number.strip().isdecimal()]
-    named = devices if isinstance(devices, list) else []
-    number = len(named) if named else int(str(devices)) if str(devices).isdecimal() else 1
-    if number > 1 or config.num_nodes > 1:
+    named = config.devices if isinstance(config.devices, list) else []
+    if len(named) > 1 or config.devices not in (named, 1, "auto"):
         logger.info("%s runs on one device: trainer.devices and trainer.strategy are for fit", command)
-    return {"devices": named[:1] or min(number, 1), "num_nodes": 1, "strategy": "auto"}
+    return {"devices": named[:1] or 1, "num_nodes": 1, "strategy": "auto"}
 
 
 def check_started(command: str) -> None:

@@ -1,4 +1,4 @@
-"""Errors of the machine in one line with a remedy: memory, /dev/shm, a full disk, a killed worker, a lost rank.
+"""Errors of the machine in one line with a remedy: memory, a full disk, a worker that ended, a lost rank.
 
 Libraries report these by many types and texts.
 """
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from radixtrain.checkpoints.resolve import target_of
-from radixtrain.data.workers import OUT_OF_FILES, OUT_OF_SHARED_MEMORY
 from radixtrain.errors import EndedElsewhere, UserError, bytes_text, first_line
 from radixtrain.training.devices.launcher_env import PARENT
 
@@ -34,15 +33,14 @@ NO_ROOM = {
     errno.EFBIG: "does not take a file of this size (`ulimit -f` may set a limit)",
     errno.EROFS: "cannot be written to (read-only file system)",
 }
-EXITED = "unexpectedly with exit code"
-SHARED_MEMORY = rf"unable to \w.*</torch_|Bus error|out of shared memory|{EXITED} {OUT_OF_SHARED_MEMORY}\b"
-OPEN_FILES = rf"Too many open files|received \d+ items of ancdata|{EXITED} {OUT_OF_FILES}\b"
+# What a worker's batch travels by: shared memory and open files.
+NOT_HANDED_OVER = r"unable to \w.*</torch_|Bus error|Too many open files|received \d+ items of ancdata"
 NO_MEMORY = (
     r"can't (allocate memory|start new thread)|not enough memory|Cannot allocate memory|bad_alloc|Unable to allocate"
 )
 NO_DEVICE_MEMORY = r"CUDA (error: )?out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 ASKED_FOR = r"allocate ([\d.]+ [KMGT]iB|\d+(?= bytes))"
-WORKER = r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|is killed by signal: (.*?)\.)"
+WORKER = r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|is killed by signal)"
 LESS_MEMORY = "set data.max_tokens to a smaller number (and data.max_length, if it is larger), or data.batch_size"
 LESS_DATA_MEMORY = "set data.dataloader_num_workers: 0"
 
@@ -63,16 +61,13 @@ def explain(error: BaseException, output_dir: Path | None) -> str | None:
     """
     if isinstance(error, UserError):
         return None
-    causes = [(cause, f"{type(cause).__name__}: {cause}") for cause in _chain(error)]
-    of_workers = (_not_handed_over(text) for _, text in causes)  # torch has their exit codes in the cause of its error
-    if reason := next(filter(None, of_workers), None):
-        return f"{reason}{last_checkpoint(output_dir)}"
-    for cause, text in causes:
+    for cause in _chain(error):
+        text = f"{type(cause).__name__}: {cause}"
         if isinstance(cause, FileNotFoundError) and output_dir is not None and not output_dir.exists():
             way_out = "restore its name, and resume with --ckpt_path auto"
             return f"output_dir {output_dir} is gone, renamed or removed while the run wrote into it: {way_out}"
-        reason = _no_room(cause, text, output_dir) or _no_memory(cause, text)
-        reason = reason or _killed_worker(cause, text) or lost_rank(cause)
+        reason = _lost_worker(cause, text) or _no_room(cause, text, output_dir) or _no_memory(cause, text)
+        reason = reason or lost_rank(cause)
         if reason:
             return f"{reason}{last_checkpoint(output_dir)}"
     return None
@@ -93,13 +88,6 @@ def restoring(path: object) -> Iterator[None]:
         raise UserError(f"ckpt_path {path}: its state does not fit such a run ({reason}); name another one") from error
 
 
-def _out_of_files(needed: int, has_workers: bool = True) -> str:
-    """Write the message for a process that may not open as many files as it needs."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    otherwise = f", or {LESS_DATA_MEMORY}" if has_workers else ""
-    return f"too many open files: the limit is {limit:,}; raise it (`ulimit -n {needed}`){otherwise}"
-
-
 def raise_file_limit(num_workers: int) -> None:
     """Let this process open as many files as the machine allows, since each tensor of a waiting batch is one.
 
@@ -111,7 +99,7 @@ def raise_file_limit(num_workers: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     needed = FILES + FILES_OF_WORKER * num_workers
     if most < needed:
-        raise UserError(_out_of_files(needed, num_workers > 0))
+        raise UserError(f"too many open files: the limit is {most:,}; raise it (`ulimit -n {needed}`)")
 
 
 def lost_rank(error: BaseException) -> str | None:
@@ -144,17 +132,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
-def _not_handed_over(text: str) -> str | None:
-    if re.search(OPEN_FILES, text):
-        return _out_of_files(MOST_FILES)
-    if not re.search(SHARED_MEMORY, text) or "No such file" in text:
-        return None
-    return (
-        f"DataLoader workers ran out of shared memory ({_free(Path('/dev/shm'))} free in /dev/shm): give the machine "
-        f"or container more (docker: --shm-size), or {LESS_DATA_MEMORY}"
-    )
-
-
 def _no_room(error: BaseException, text: str, output_dir: Path | None) -> str | None:
     """Recognise a full disk by the number of the error, or by its text from libraries that keep only that."""
     number = getattr(error, "errno", None)
@@ -182,20 +159,20 @@ def _no_memory(error: BaseException, text: str) -> str | None:
     return None
 
 
-def _killed_worker(error: BaseException, text: str) -> str | None:
-    """Recognise a dead worker, which torch notices as such or only as a broken connection."""
+def _lost_worker(error: BaseException, text: str) -> str | None:
+    """Recognise a worker that ended, which torch notices as such or only as a broken connection; or its lost batch."""
     match = re.search(WORKER, text)
     frames = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
-    lost = isinstance(error, ConnectionError | EOFError | FileNotFoundError) and any(
+    is_cut_off = isinstance(error, ConnectionError | EOFError | FileNotFoundError) and any(
         file.endswith(os.path.join("utils", "data", "dataloader.py")) for file in frames
     )
-    if not match and not lost:
+    if not (match or is_cut_off or re.search(NOT_HANDED_OVER, text)):
         return None
-    worker = f"a DataLoader worker (process {match[1]})" if match else "a DataLoader worker"
-    how = f"was killed by signal {match[2]}" if match and match[2] else "was killed"
+    process = f" (process {match[1]})" if match else ""
     return (
-        f"{worker} {how}, probably because the machine ran out of memory: {LESS_DATA_MEMORY}, or set "
-        f"data.max_tokens to a smaller number"
+        f"a DataLoader worker{process} was killed or could not hand its batch over: {LESS_DATA_MEMORY}, or give the "
+        f"machine or container more memory, shared memory ({_free(Path('/dev/shm'))} free in /dev/shm; docker: "
+        f"--shm-size) or open files (`ulimit -n {MOST_FILES}`)"
     )
 
 

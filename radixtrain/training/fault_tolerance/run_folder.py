@@ -1,8 +1,8 @@
 """The folder of a run: whether it can be used or holds another run, which `overwrite` renames, and its lock.
 
-A folder holds a run if it has a whole checkpoint or a `model/`. `overwrite` renames it as a whole, to `NAME.1` or the
-next free number, and nothing of it is ever deleted. A folder without them has nothing to resume: a run begins in it,
-beside whatever else is there.
+A folder holds a run if it has a checkpoint, damaged or not, or a `model/`. `overwrite` renames it as a whole, to
+`NAME.1` or the next free number, and nothing of it is ever deleted. A folder without them has nothing to resume: a run
+begins in it, beside whatever else is there.
 
 The lock is POSIX's, on a file that says who holds it. The kernel releases it when the process ends, however it does,
 and forked DataLoader workers do not inherit it.
@@ -24,7 +24,7 @@ from itertools import count
 from pathlib import Path
 
 from radixtrain.checkpoints.atomic import check_replaceable
-from radixtrain.checkpoints.folder import CHECKSUMS, RUN
+from radixtrain.checkpoints.folder import checkpoints_in
 from radixtrain.checkpoints.resolve import AUTO
 from radixtrain.errors import UserError, only_warns
 
@@ -159,16 +159,10 @@ def locked_model(folder: Path, command: str) -> Iterator[None]:
 def _parts_of_run(output_dir: Path) -> list[str]:
     """List the parts of a run that exist, for a message."""
     parts = {
-        "checkpoints/": any(_checkpoints(output_dir)),
+        "checkpoints/": any(checkpoints_in(output_dir / "checkpoints")),
         "model/": any(output_dir.glob("model/*")),
     }
     return [name for name, is_there in parts.items() if is_there]
-
-
-def _checkpoints(output_dir: Path) -> Iterator[Path]:
-    """Yield whole checkpoints, whoever chose their names."""
-    paths = output_dir.glob("checkpoints/[!.]*")
-    return (path for path in paths if all((path / name).is_file() for name in (CHECKSUMS, RUN)))
 
 
 @contextmanager

@@ -38,12 +38,6 @@ PARTS_OF_THE_MODEL = (
 )
 # Keys of `data` that decide how steps are drawn: a position among other steps would mean nothing.
 DRAWING = ("batch_size", "shuffle_dataset", "group_by_prefix", "seed", "val_size")
-# Keys of `data` that decide the rows and their labels.
-OF_ROWS = (
-    *("train_file", "columns", "max_length", "excess_length_strategy", "on_bad_row", "assistant_only_loss"),
-    *("completion_only_loss", "split_turns", "train_on", "chat_template_path", "chat_template_kwargs", "system_prompt"),
-    *("on_unrendered", "template_date"),
-)
 OF_NO_MODEL = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")  # in a config.json
 
 
@@ -300,15 +294,12 @@ def restore_position(checkpoint: Checkpoint, module: Any) -> None:
 
     Raises UserError if the data differ, or more steps or epochs were taken than this run has.
     """
-    run, data = checkpoint.run, module.trainer.datamodule
+    run = checkpoint.run
     module.position = Position(**run["position"])
     module.guard.num_skipped = run["num_skipped"]
     if not module.steps_per_epoch:
         return
-    try:
-        data.load_state_dict(run["rows"])
-    except UserError as error:
-        raise _other_rows(error, run["data"], data) from None
+    module.trainer.datamodule.load_state_dict(run["rows"])
     check_not_beyond(module.trainer, module.position, module.steps_per_epoch)
 
 
@@ -337,15 +328,6 @@ def _check_parts_of_the_model(run: Mapping[str, Any], module: Any) -> None:
     changes = _changes(run["model"], module.hparams)
     if changed := [f"model.{change}" for name, change in changes if name in PARTS_OF_THE_MODEL]:
         raise UserError(f"ckpt_path: {', '.join(changed)}, which would change the model; use the value of the run")
-
-
-def _other_rows(error: UserError, saved: Mapping[str, Any], data: Any) -> UserError:
-    """Reword, in terms of the configuration, an error about rows that are not the run's."""
-    if "digest" not in str(error):
-        return error
-    changed = [f"data.{change}" for name, change in _changes(saved, data.hparams) if name in OF_ROWS]
-    what = f"{', '.join(changed)}; give the value of the run" if changed else "data.train_file holds others now"
-    return UserError(f"ckpt_path: the rows and labels are not those of the run: {what}, or start in another output_dir")
 
 
 def _drawing(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """When a run writes a checkpoint: on a schedule, at the end of every epoch, on request, and when it ends.
 
 Checkpoints are written between optimizer steps, after the validation of the step if there is one. Requests to
-save or to stop, by a signal or a file, are handled there too, and after every batch of a validation.
+save or to stop, by a signal, are handled there too, and after every batch of a validation.
 
 With several ranks, all write the same checkpoint at the same step: each calls what is here in the same order.
 """
@@ -31,7 +31,7 @@ class SaveCheckpoints:
     """Writes `step=N/` folders and the link `last`, and ends the run when `requests` says so.
 
     folder: of the checkpoints.
-    requests: of signals and files.
+    requests: of signals.
     every_steps: optimizer steps between two checkpoints; None for no such schedule.
     every_minutes: minutes between two checkpoints; None: not by time.
     total_limit: checkpoints that are kept; the one in `keep` does not count.
@@ -108,7 +108,7 @@ class SaveCheckpoints:
             logger.warning("the last good step could not be saved: %s", error)
 
     def _handle_requests(self, trainer: Any, module: Any, validation_pending: bool = False) -> None:
-        """Do what signals and files request. Raises Stopped."""
+        """Do what signals request. Raises Stopped."""
         stop, save = self.requests.poll()
         if stop is not None:
             self.save(trainer, module, validation_pending)

@@ -1,4 +1,4 @@
-"""Requests to save or to stop a run while it trains: signals, and files named `save` and `stop` in its folder.
+"""Requests to save or to stop a run while it trains: signals.
 
 SLURM: SIGUSR1 before the time limit saves and requeues the job, and the requeued job resumes. With
 `#SBATCH --signal=SIGUSR1@90` a job gets the signal 90 seconds before its limit, if it was started by `srun`.
@@ -10,20 +10,18 @@ import logging
 import os
 import re
 import signal
-import stat
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.distributed import ranks
-from radixtrain.errors import Stopped
+from radixtrain.errors import Stopped, handling
 from radixtrain.training.devices.launch import ENDING, HANDLED, SAVING
 from radixtrain.training.devices.launcher_env import INTERACTIVE
 
@@ -31,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 # `timeout`, shells and launchers send a signal to the process and to its group, so that it arrives twice.
 SAME_SIGNAL_SECONDS = 1.0
-POLL_SECONDS = 1.0
-FILES = ("save", "stop")
 JOB_RECORD = ".slurm_job"  # in the output folder: names the SLURM job that wrote it
 SCONTROL_SECONDS = 60  # to answer
 
@@ -50,7 +46,6 @@ STOPS = (
     None,
     *(Stop(number.name, 128 + number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)),
     *(Stop(number.name, 128 + signal.SIGUSR1, requeue=True) for number in SAVING),
-    Stop("the file stop", 128 + signal.SIGINT),
 )
 """Why a run may stop. Ranks exchange the index."""
 
@@ -60,36 +55,25 @@ class Requests:
 
     SIGTERM, SIGHUP and Ctrl-C request a stop: exit codes 143, 129 and 130. A second one, at least a second later, exits
     at once with its own code. SIGUSR1 or SIGUSR2 requests a save; in a SLURM job a stop and a requeue (138). A signal
-    that was ignored before, as SIGHUP under `nohup`, stays ignored. Outside the main thread there are only the files.
-    What is requested of one rank, all do at the same step.
+    that was ignored before, as SIGHUP under `nohup`, stays ignored. Outside the main thread nothing is requested. What
+    is requested of one rank, all do at the same step.
 
-    output_dir: a new file `save` or `stop` there (`touch`) requests the same, and is removed; `stop` ends with the exit
-        code of Ctrl-C. A file of that name that was there before the run is not touched.
     stop: set by the first request to stop on this rank. What all ranks do is what `poll` returns.
     save: set by a request to save, and reset by the saver.
     """
 
-    def __init__(self, output_dir: Path):
-        self.output_dir = output_dir
+    def __init__(self) -> None:
         self.stop: Stop | None = None
         self.save = False
         self._signalled_at: float | None = None
-        self._polled_at = -POLL_SECONDS
         self._is_deferred = self._is_answering = False
         self._has_trained = False
         self._process = os.getpid()
-        self._before: dict[int, Any] = {}
-        self._known: dict[str, tuple[int, int] | None] = {}
+        self._handling = ExitStack()
 
     def __enter__(self) -> Requests:
-        self._known = {name: _identity(self.output_dir / name) for name in FILES}
-        for path in (self.output_dir / name for name in FILES if self._known[name]):
-            logger.warning("%s: was there before the run, and is ignored; touch it to request", path)
         if threading.current_thread() is threading.main_thread():
-            before = {number: signal.getsignal(number) for number in HANDLED}
-            self._before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
-            for number in self._before:
-                signal.signal(number, self._on_signal)
+            self._handling.enter_context(handling(dict.fromkeys(HANDLED, self._on_signal)))
         return self
 
     def __exit__(
@@ -100,17 +84,16 @@ class Requests:
             if isinstance(error, Stopped) and self.stop is not None and self.stop.requeue and ranks().is_first:
                 requeue()
         finally:
-            for number, handler in self._before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            self._handling.close()
 
     def poll(self) -> tuple[Stop | None, bool]:
-        """Return why the ranks stop here, and whether they save; the same on all of them.
+        """Return why the ranks stop here, and whether they save; the same on all of them. Sets `save` and `stop`.
 
-        Looks for the files, at most once a second. Sets `save` and `stop`.
+        A signal that arrives during this call is handled by the next one.
         """
-        if ranks().is_first:
-            self._look_for_files()
-        return self._agreed()
+        place, save = ranks().largest(STOPS.index(self.stop), int(self.save))
+        self.stop, self.save = STOPS[place] or self.stop, bool(save) or self.save
+        return STOPS[place], bool(save)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -124,7 +107,7 @@ class Requests:
             self._has_trained = True
         finally:
             self._is_deferred = False
-        stop, _ = self._agreed()
+        stop, _ = self.poll()
         if stop is not None:
             raise self._stopped(stop)
 
@@ -180,44 +163,6 @@ class Requests:
         if self._has_trained:
             return Stopped(f"stopped by {stop.name} after the last step; --ckpt_path last writes the model", stop.code)
         return Stopped(f"stopped by {stop.name}; nothing was saved", stop.code)
-
-    def _agreed(self) -> tuple[Stop | None, bool]:
-        """Combine the requests of all ranks. A signal that arrives during this call is handled by the next one."""
-        place, save = ranks().largest(STOPS.index(self.stop), int(self.save))
-        self.stop, self.save = STOPS[place] or self.stop, bool(save) or self.save
-        return STOPS[place], bool(save)
-
-    def _look_for_files(self) -> None:
-        now = time.monotonic()
-        if now - self._polled_at < POLL_SECONDS:
-            return
-        self._polled_at = now
-        if self._take("save"):
-            self.save = True
-        if self._take("stop") and self.stop is None:
-            self.stop = STOPS[-1]
-
-    def _take(self, name: str) -> bool:
-        """Return whether there is a new file of this name, and remove it."""
-        path = self.output_dir / name
-        found = _identity(path)
-        if found is None or found == self._known[name]:
-            return False
-        self._known[name] = found
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            logger.warning("%s cannot be removed (%s); touch it to request again", path, error.strerror)
-        return True
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Identify a file, so that a replaced or touched one differs. None if there is no file."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return (status.st_ino, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
 
 def job_id() -> str | None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
+import math
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,15 +23,12 @@ from radixtrain.errors import UserError, first_line, only_warns
 from radixtrain.screen import print_lines, screen_failure
 from radixtrain.training.fault_tolerance.run_state import load_weights
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
-from radixtrain.training.progress import Speed
-from radixtrain.training.results.curves import write_curves
 from radixtrain.versions import versions
 
 logger = logging.getLogger(__name__)
 
 SUMMARY, PICTURE = "summary.json", "loss.png"
 SECONDS_BETWEEN_PICTURES = 100.0  # drawing takes about one
-CUT_COST = 0.2  # share of computed tokens that a cut may add before the last lines advise against it
 LOWER_IS_BETTER = ("loss", "perplexity", "grad_norm")
 
 
@@ -179,7 +180,6 @@ class Record:
                 "ended": self.ended["text"],
                 **self._results(),
                 "skipped": f"{skipped:,} steps that were not finite" if skipped else "",
-                "advice": _advice(self.speed),
                 "model": f"{model_folder} (the {self.exported['weights']} weights, of step {self.exported['step']:,})",
                 "best": str(self._best_path or ""),
                 "last": str(last or ""),
@@ -354,12 +354,54 @@ def _validation_of(exported: dict[str, Any]) -> dict[str, str]:
     return {name: f"{value:.4f}{at}" for name, value in validation.items() if name != "step"}
 
 
-def _advice(speed: Speed) -> str:
-    """Advise a larger `data.max_tokens` if it cuts steps and costs more than `CUT_COST`; empty otherwise."""
-    per_step = speed.num_micro_batches / max(1, speed.num_steps)
-    if speed.best_r is None or per_step <= 1 or speed.best_r < (1 + CUT_COST) * speed.r:
-        return ""
-    return (
-        f"data.max_tokens cuts a step into {per_step:.1f} micro-batches on average, which repeat what they share: if "
-        f"memory allows, a larger one raises r up to {speed.best_r:.2f}"
-    )
+# loss.png
+
+Part = tuple[Path, int]
+"""A folder of a CSV logger, and the steps taken before it was begun. A resumed run has several."""
+PANEL = {"loss": 0, "eval_loss": 0, "learning_rate": 1}  # metric -> where it is drawn
+
+
+def write_curves(parts: Sequence[Part], path: Path) -> bool:
+    """Draw loss, `eval_loss` and learning rate over the steps of a run, from its CSV logs; put it in place once whole.
+
+    Returns False without one if no loss was logged.
+
+    parts: of the run, in order. A dotted line is where the run was resumed.
+    """
+    curves = read_curves(parts)
+    if not curves.get("loss"):
+        return False
+    from matplotlib.figure import Figure  # here, since it takes a second
+
+    figure = Figure(figsize=(9.6, 5.4), layout="constrained")
+    panels = figure.subplots(2, sharex=True, height_ratios=[3, 1])
+    for name, points in curves.items():
+        panels[PANEL[name]].plot([*points], [*points.values()], marker=".", markersize=3, label=name)
+    for panel in panels:
+        panel.legend()
+        for _, first_step in parts[1:]:
+            panel.axvline(first_step, color="grey", linestyle=":")
+    panels[-1].set_xlabel("optimizer steps")
+    with writing_file(path) as partial:
+        figure.savefig(partial, format="png", dpi=150)
+    return True
+
+
+def read_curves(parts: Sequence[Part]) -> dict[str, dict[float, float]]:
+    """Read the metrics of `PANEL`, each as step to value: the finite numbers of all complete lines.
+
+    Steps that a later part repeats are taken from that part.
+    """
+    curves: dict[str, dict[float, float]] = {}
+    for folder, first_step in parts:
+        for name, points in curves.items():
+            curves[name] = {step: value for step, value in points.items() if step <= first_step}
+        path = folder / "metrics.csv"
+        lines = path.read_bytes().decode(errors="replace").split("\n")[:-1] if path.is_file() else []
+        for row in csv.DictReader(lines):
+            for name in PANEL:
+                with suppress(KeyError, TypeError, ValueError):  # no such metric, or a damaged line
+                    step, value = float(row["step"]), float(row[name])
+                    if math.isfinite(value):
+                        curves.setdefault(name, {})[step] = value
+    return curves

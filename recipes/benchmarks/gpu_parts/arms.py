@@ -186,8 +186,7 @@ def varlen_attention(
     ragged = Ragged(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, causal=True)
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling)
     everything = [Piece(slice(None), slice(None), ragged)]
-    out = routed_attention(*heads, Route(everything), kernel, scoring)
-    return out[None], None
+    return routed_attention(*heads, Route(everything, kernel, scoring))[None], None
 
 
 def as_loaded(model: PreTrainedModel) -> PreTrainedModel:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changed_runs import FLOAT64
-from device_trajectories import BAR, metrics
-from launched_ranks import Launched
-from tiers import FULL, cases
+
+from tests.support import FULL, cases
+from tests.support.processes import FLOAT64, Launched
+from tests.support.runs import BAR, metrics
 
 # Of 21 rows, and of five prompts, the last step has a single one: a rank has none.
 BATCHES = {"data__batch_size": 4, "data__max_tokens": 300, "data__max_length": 300}

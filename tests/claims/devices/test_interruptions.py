@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changed_runs import go_on_after_pause, pause, signal_early, wait_until_paused
-from launched_ranks import Launched
-from outcomes import assert_nothing_left, assert_same_run
-from tiers import FULL, cases, tries
 
 from radixtrain.checkpoints.resolve import newest_valid
+from tests.support import FULL, cases, tries
+from tests.support.processes import Launched, go_on_after_pause, pause, signal_early, wait_until_paused
+from tests.support.runs import assert_nothing_left, assert_same_run
 
 TRIES, AT_RANDOM = tries(1, 10), tries(4, 40)
 MEGABYTE = 1 << 20

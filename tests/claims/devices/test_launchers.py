@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import ONE_THREAD
-from outcomes import assert_nothing_left, assert_same_run, summary
-from tiers import FULL
+
+from tests.support import FULL
+from tests.support.processes import ONE_THREAD
+from tests.support.runs import assert_nothing_left, assert_same_run, summary
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "radixtrain")
 SECONDS = 240.0

@@ -1,4 +1,4 @@
-"""The tests are tested: every mistake of `device_mutations.py` is seen after a few steps.
+"""The tests are tested: every mistake of `mutations.py` is seen after a few steps.
 
 Without one, ranks and a single process take the same steps.
 """
@@ -6,10 +6,11 @@ Without one, ranks and a single process take the same steps.
 from __future__ import annotations
 
 import pytest
-from changed_runs import FLOAT64, compute_in_float64
-from device_mutations import MUTATIONS, SPLIT_MUTATIONS
-from device_trajectories import assert_same_trajectory
-from tiers import cases
+
+from tests.claims.devices.mutations import MUTATIONS, SPLIT_MUTATIONS
+from tests.support import cases
+from tests.support.processes import FLOAT64, compute_in_float64
+from tests.support.runs import assert_same_trajectory
 
 FLAGS = {**FLOAT64, "trainer__max_steps": 6, "data__max_tokens": 48, "data__max_length": 48}
 

@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changed_runs import fail_on_rank_1, go_on_after_pause, pause, wait_until_paused, work_in_folder_of_rank
-from launched_ranks import Launched
-from outcomes import assert_nothing_left
-from tiers import FULL
+
+from tests.support import FULL
+from tests.support.processes import (
+    Launched,
+    fail_on_rank_1,
+    go_on_after_pause,
+    pause,
+    wait_until_paused,
+    work_in_folder_of_rank,
+)
+from tests.support.runs import assert_nothing_left
 
 WRONG: dict[str, tuple[int, dict[str, Any], str]] = {
     "a key": (2, {"model__learning_rat": 1}, "learning_rat"),

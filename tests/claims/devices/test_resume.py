@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable
@@ -12,12 +13,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_contents import write_overflowing
-from changed_runs import FLOAT64
-from device_trajectories import assert_same_trajectory
-from outcomes import assert_same_run, conclusions, num_batches, steps_saved
-from tiers import FULL, cases, tries
 from transformers import AutoTokenizer
+
+from radixtrain.checkpoints.folder import read_run
+from tests.support import FULL, cases, tries
+from tests.support.processes import FLOAT64
+from tests.support.runs import assert_same_run, assert_same_trajectory, steps_saved, summary
+
+
+def num_batches(checkpoint: Path) -> int:
+    """Until a checkpoint; they are what a logger counts by."""
+    return int(read_run(checkpoint)["position"]["num_batches"])
+
+
+def conclusions(folder: Path) -> dict[str, Any]:
+    """Of the weights in `model/`, of the best ones, why the run ended, and the steps that were left out."""
+    found = summary(folder)
+    best = {key: value for key, value in (found["best"] or {}).items() if key != "path"}
+    skipped = read_run(folder / "checkpoints" / "last")["num_skipped"]
+    return {"best": best, "exported": found["exported"], "ended": found["ended"]["reason"], "num_skipped": skipped}
+
+
+def write_overflowing(folder: Path) -> Path:
+    """20 rows of tokens, of which the 8th makes its step overflow: with `on_nonfinite: skip`, one of each epoch."""
+    draw = random.Random(0)
+    path = folder / "rows.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(20):
+            ids = [*range(40, 60), *(draw.randrange(40, 200) for _ in range(6))]
+            weights = [0.0] * 20 + [2e38 if number == 7 else 1.0] * 6
+            file.write(f"{json.dumps({'input_ids': ids, 'labels': ids, 'loss_weights': weights})}\n")
+    return path
+
 
 STEPS = 12
 RESUMED = tries(2, STEPS)
@@ -58,11 +85,7 @@ SET_UPS: dict[str, dict[str, Any]] = {
     "max_steps inside an epoch": {"trainer__max_steps": STEPS - 3, **VALIDATED},
     "grouped by prefix": {"data__group_by_prefix": 3},
     "validations inside epochs": VALIDATED,
-    "validations after two epochs": {"data__validation_file": "rows", "trainer__check_val_every_n_epoch": 2},
-    "validations of no epoch": {
-        **{"data__validation_file": "rows", "trainer__val_check_interval": 4},
-        "trainer__check_val_every_n_epoch": None,
-    },
+    "validations of no epoch": {"data__validation_file": "rows", "trainer__val_check_interval": 4},
     "dropout": DROPOUT,
     "muon, decayed": {"model__optimizer": "muon", "model__weight_decay": 0.1},
     "muon on adapters": {"model__optimizer": "muon", "model__use_peft": "true"},

@@ -5,6 +5,7 @@ Ranks are forked, and meet by gloo. Each returns its gradients averaged over all
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
@@ -15,15 +16,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from families import FAMILIES, MULTIMODAL, skip_if_it_fails_by_itself
-from forked_ranks import on_ranks
-from tiers import cases
-from tiny_models import tiny_qwen3
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from trainer_harness import assert_as_near
 
 from radixtrain import RadixCollator, position_wise, restore_model, share_prefixes
 from radixtrain.checkpoints.tensors import whole
@@ -32,6 +28,22 @@ from radixtrain.hf import sequence_parallel
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall, SplitModel
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
+from radixtrain.verification.report import MEDIAN_FACTOR
+from tests.support import cases
+from tests.support.models import FAMILIES, MULTIMODAL, skip_if_it_fails_by_itself, tiny_qwen3
+from tests.support.processes import on_ranks
+
+
+def assert_as_near(truth: list[Tensor], ordinary: list[Tensor], shared: list[Tensor]) -> None:
+    """Assert that gradients in bfloat16 are as near to the truth in float64 as ordinary ones are.
+
+    Those of several steps or models: a single one has luck, of both signs (`radixtrain.verification.report`).
+    """
+    errors = [relative_error(one, exact) for one, exact in zip(ordinary, truth, strict=True)]
+    assert min(errors) > 1e-3, f"not bfloat16: {errors}"
+    ratios = [relative_error(o, exact) / e for o, exact, e in zip(shared, truth, errors, strict=True)]
+    assert statistics.median(ratios) <= MEDIAN_FACTOR, ratios
+
 
 Result = tuple[float, dict[str, Tensor]]
 BAR = 1e-12

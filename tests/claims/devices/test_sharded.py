@@ -9,22 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from device_mutations import SHARDED_MUTATIONS
-from forked_ranks import on_ranks
-from tiers import FULL
-from tiny_models import tiny_qwen3
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from trainer_harness import gathered_weights
-from trainer_loop import padded_batches
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
+from tests.claims.devices.mutations import SHARDED_MUTATIONS
+from tests.support import FULL
+from tests.support.models import tiny_qwen3
+from tests.support.processes import on_ranks
+from tests.support.trainers import gathered_weights, padded_batches
 
 pytestmark = FULL
 

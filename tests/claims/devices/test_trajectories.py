@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from changed_runs import FLOAT64
-from device_trajectories import assert_same_trajectory
-from tiers import cases
+
+from tests.support import cases
+from tests.support.processes import FLOAT64
+from tests.support.runs import assert_same_trajectory
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "full": FLOAT64,

@@ -19,23 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import (
-    CORE,
-    CORE_MULTIMODAL,
-    FAMILIES,
-    FAMILIES_PAGE,
-    MULTIMODAL,
-    NOT_TRIED,
-    QUICK,
-    REFUSED,
-    REST,
-    WHOLE,
-    Family,
-    said_of_families,
-)
-from older_transformers import IS_OLDER
-from same_step import BAR, same_step, step_in_float64
-from tiers import FULL, cases
 from transformers import __version__
 from transformers.models.auto import modeling_auto
 
@@ -52,6 +35,33 @@ from radixtrain.tree.radix_inputs import layout_of
 from radixtrain.tree.runs import cheapest_runs
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 from radixtrain.versions import transformers_is_before
+from tests.claims.equivalence.families_page import FAMILIES_PAGE, REFUSED, said_of_families
+from tests.support import FULL, cases
+from tests.support.models import CORE, CORE_MULTIMODAL, FAMILIES, IS_OLDER, MULTIMODAL, REST, WHOLE, Family
+from tests.support.steps import BAR, same_step, step_in_float64
+
+# Grouped heads, latent attention, sinks, soft-cap, experts, shared keys, learned positions, differential attention, one
+# of each kind of recurrent layer; refusals for several reasons; positions on three axes, and a model inside another.
+QUICK = [
+    *(("text", name) for name in ("Llama", "DeepSeek-V3", "gpt-oss", "Gemma 2", "Mixtral", "Gemma 3n", "GPT-2")),
+    *(("text", name) for name in ("DiffLlama", "Qwen3.5", "Bamba", "LFM2", "BART as a decoder", "BLOOM", "Mamba")),
+    *(("multimodal", name) for name in ("Qwen2.5-VL", "Nemotron-H Omni")),
+]
+
+
+NOT_TRIED = {
+    "needs an image or another second input in every batch": """BlipForConditionalGeneration
+        Blip2ForConditionalGeneration Florence2ForConditionalGeneration IdeficsForVisionText2Text
+        InstructBlipForConditionalGeneration InstructBlipVideoForConditionalGeneration Kosmos2ForConditionalGeneration
+        Molmo2ForConditionalGeneration PI0ForConditionalGeneration Pix2StructForConditionalGeneration
+        PPFormulaNetForConditionalGeneration UdopForConditionalGeneration VisionEncoderDecoderModel""",
+    "is no next-token model": "DiffusionGemmaForBlockDiffusion",
+    "cannot be built by transformers 5.24 without another model": """Gemma4AssistantForCausalLM
+        Gemma4UnifiedAssistantForCausalLM""",
+    "needs timm or scipy": """Gemma3nForConditionalGeneration InklingForConditionalGeneration
+        PerceptionLMForConditionalGeneration""",
+}
+
 
 FROZEN = Path(__file__).resolve().parents[2] / "golden" / "families.txt"
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))

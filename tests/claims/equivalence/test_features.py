@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiers import TRIES, cases
 from torch import Tensor
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.verification.oracle import float64_throughout
+from tests.support import TRIES, cases
 
 BLOCKS = cases(range(max(4, TRIES // 12)), [0])
 DRAWS = 125  # in a block, in which every kind of feature occurs
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 def draw_batch(rng: np.random.Generator) -> tuple[list[Row], dict[str, Any], list[str]]:
-    """Features, options of the collator, and the kinds of loss, padding and positions that the features have."""
+    """Features, options of the collator, and the kinds of loss and positions that the features have."""
     loss_on_all, kinds = rng.random() < 0.25, []
     options = {
         "loss_on_all": loss_on_all,
@@ -43,28 +43,22 @@ def draw_batch(rng: np.random.Generator) -> tuple[list[Row], dict[str, Any], lis
 
 
 def draw_row(rng: np.random.Generator, prompt: list[int], loss_on_all: bool, kinds: list[str]) -> Row:
-    """A correct feature: its padding, positions, loss and bookkeeping do not depend on the other features."""
+    """A correct feature: its positions, loss and bookkeeping do not depend on the other features."""
     ids = prompt[: rng.integers(2, 7)] + rng.integers(1, 50, rng.integers(1, 5)).tolist()
-    left, right = pick(rng, [(0, 0)] * 3 + [(2, 0), (0, 3), (1, 2)])
-    ids, length = [PAD] * left + ids + [PAD] * right, len(ids)
-    seen = [0] * left + [1] * length + [0] * right
     row: Row = {"input_ids": ids}
-    if left or right or rng.random() < 0.3:
-        row["attention_mask"] = seen
-        kinds += ["padding on the left"] * bool(left) + ["padding on the right"] * bool(right)
+    if rng.random() < 0.3:
+        row["attention_mask"] = [1] * len(ids)
     places = pick(rng, [None] * 6 + ["offset", "jumps"])
     if places:
-        steps = np.ones(length, dtype=int) if places == "offset" else rng.integers(1, 4, length)
-        hidden = pick(rng, [0, 1, -1])
-        row["position_ids"] = [hidden] * left + (rng.integers(9) + steps.cumsum()).tolist() + [hidden] * right
+        steps = np.ones(len(ids), dtype=int) if places == "offset" else rng.integers(1, 4, len(ids))
+        row["position_ids"] = (rng.integers(9) + steps.cumsum()).tolist()
     loss = pick(rng, ["labels", "labels", "completion_mask", "assistant_masks", "both", "labels and a mask"])
     if loss_on_all and rng.random() < 0.5:
         loss = "everywhere"
     kinds += [loss, f"positions: {places}"]
     bears_loss = (rng.random(len(ids)) < 0.6).astype(int).tolist()
     if loss.startswith("labels"):
-        hides = [not on or not seen[place] or (left and place == left) for place, on in enumerate(bears_loss)]
-        row["labels"] = [N if hide else token for token, hide in zip(ids, hides, strict=True)]
+        row["labels"] = [token if on else N for token, on in zip(ids, bears_loss, strict=True)]
     if loss in ("completion_mask", "both", "labels and a mask"):
         row["completion_mask"] = bears_loss
     if loss in ("assistant_masks", "both"):
@@ -86,7 +80,6 @@ def bookkeeping(length: int) -> Row:
         "special_tokens_mask": [0] * length,
         "idx": 3,
         "offset_mapping": [(0, 1)] * length,
-        "seq_lengths": [length],
     }
 
 
@@ -107,29 +100,27 @@ def pick(rng: np.random.Generator, choices: list[Any]) -> Any:
 def ordinary_batch(features: list[Row]) -> dict[str, Tensor]:
     """[B, L], every column as it came and padded on the right by as many as its `input_ids`.
 
-    Loss masks become labels as in TRL: the token if every mask is 1. Padding has none, nor the token after it.
+    Loss masks become labels as in TRL: the token if every mask is 1.
     """
     longest = max(len(as_list(row["input_ids"])) for row in features)
     fills = {"input_ids": PAD, "attention_mask": 0, "position_ids": 0, "labels": N}
     columns: dict[str, list[Any]] = {name: [] for name in fills}
     for row in features:
         ids = as_list(row["input_ids"])
-        mask = as_list(row.get("attention_mask", [1] * len(ids)))
         plain = {
             "input_ids": ids,
-            "attention_mask": mask,
+            "attention_mask": [1] * len(ids),
             "position_ids": as_list(row.get("position_ids", list(range(len(ids))))),
-            "labels": as_list(row["labels"]) if "labels" in row else labels_of_masks(row, ids, mask),
+            "labels": as_list(row["labels"]) if "labels" in row else labels_of_masks(row, ids),
         }
         for name, values in plain.items():
             columns[name].append(values + [fills[name]] * (longest - len(ids)))
     return {name: torch.tensor(rows) for name, rows in columns.items()}
 
 
-def labels_of_masks(row: Row, ids: list[int], mask: list[int]) -> list[int]:
+def labels_of_masks(row: Row, ids: list[int]) -> list[int]:
     masks = [as_list(row[name]) for name in ("completion_mask", "assistant_masks") if name in row]
-    labels = [token if all(bits) else N for token, *bits in zip(ids, mask, *masks, strict=True)]
-    return [N if place and not mask[place - 1] else label for place, label in enumerate(labels)]
+    return [token if all(bits) else N for token, *bits in zip(ids, *masks, strict=True)]
 
 
 def as_list(values: Any) -> list[Any]:
@@ -195,8 +186,6 @@ KINDS = [
     "both",
     "labels and a mask",
     "everywhere",
-    "padding on the left",
-    "padding on the right",
     "positions: None",
     "positions: offset",
     "positions: jumps",

@@ -6,21 +6,30 @@ of the tower, each of which the same check must see.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from image_batches import KINDS, OF_SIZES, ROWS, Row, batch_of
-from image_rows import PADDED, check_padded
 from peft import LoraConfig, get_peft_model
-from tiers import cases
 
 from radixtrain.hf import pictures
 from radixtrain.hf.padded import causes
 from radixtrain.hf.padded.causes import Causes
 from radixtrain.tree.blocks import BlockLayout
+from tests.support import cases
+from tests.support.batches import KINDS, ROWS, Row, image_batch_of
+from tests.support.trainers import check_padded
+
+PADDED: dict[str, Callable[..., int]] = {
+    "padded on the right": check_padded,
+    "padded on the left": partial(check_padded, left=True),
+}
+
+
+OF_SIZES: list[Row] = [[7, "A", 8, 9], [7, "a", 8, 9], [7, "a", "A", 8], [7, "a", "A", 10, 11], [8, "B", "a", 7]]
+
 
 SIZED = [name for name, kind in KINDS.items() if kind.has_sizes]
 EITHER = pytest.mark.parametrize("check", PADDED.values(), ids=PADDED)
@@ -29,7 +38,7 @@ EITHER = pytest.mark.parametrize("check", PADDED.values(), ids=PADDED)
 @EITHER
 @pytest.mark.parametrize("name", cases(KINDS, ["LLaVA", "Qwen3-VL", "Idefics3", "Gemma 3"]))
 def test_the_gradient_is_the_ordinary_one(name: str, check: Callable[..., int]) -> None:
-    assert check(KINDS[name]) < batch_of(KINDS[name], ROWS)[1].sum()
+    assert check(KINDS[name]) < image_batch_of(KINDS[name], ROWS)[1].sum()
 
 
 @EITHER

@@ -11,12 +11,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from families import FAMILIES, Family
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from older_transformers import NEEDS_FORKS
-from same_step import same_step
-from tiers import cases, tries
 from torch import Tensor
 
 from radixtrain import RadixCollator, restore_model
@@ -26,6 +22,9 @@ from radixtrain.tree.radix_inputs import layout_of
 from radixtrain.tree.runs import RunCost, RunLayout, cheapest_runs, runs_of_segments
 from radixtrain.verification.oracle import Features, float64_truth, radix_batch
 from radixtrain.verification.report import Rung
+from tests.support import cases, tries
+from tests.support.models import FAMILIES, NEEDS_FORKS, Family
+from tests.support.steps import same_step
 
 pytestmark = NEEDS_FORKS
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiers import FULL, TRIES
 
 from radixtrain import restore_model, share_prefixes
 from radixtrain.attention import EVERYWHERE
@@ -28,6 +27,7 @@ from radixtrain.verification.oracle import (
     ordinary_padded,
 )
 from radixtrain.verification.report import Rung
+from tests.support import FULL, TRIES
 
 BATCHES = labelled_features(vocab_size=50, max_sequences=16, max_length=40)
 ROW_BY_ROW = "ordinary rows one by one"

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from same_step import same_step
-from tiers import TRIES, cases
 
 from radixtrain import restore_model
 from radixtrain.attention import EVERYWHERE
 from radixtrain.testing import labelled_features
 from radixtrain.verification.oracle import float64_truth
 from radixtrain.verification.report import Rung
+from tests.support import TRIES, cases
+from tests.support.steps import same_step
 
 SECTION = "float64: worst relative L2 error of a gradient tensor"
 KINDS = ["tied", "untied, biased", "LoRA"]

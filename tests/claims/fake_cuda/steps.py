@@ -16,7 +16,6 @@ import numpy as np
 import peft
 import torch
 from inductor import SHARED, compile_without_running
-from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 from torch import nn
 from torch.utils._python_dispatch import _pop_mode_temporarily
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -35,6 +34,7 @@ from radixtrain.testing import free_forks
 from radixtrain.training.module import RadixModule
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.verification.equivalence import verify_equivalence
+from tests.support.models import tiny_hybrid, tiny_model, tiny_qwen3
 
 code.KNOWN |= {__name__, "watch"}  # its modes, and the mistakes below
 BF16, FLOAT32, FLOAT16 = torch.bfloat16, torch.float32, torch.float16

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import FULL
+
+from tests.support import FULL
 
 HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).parent

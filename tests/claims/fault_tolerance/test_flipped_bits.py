@@ -12,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outcomes import EXACT, assert_nothing_left, assert_same_run
-from tiers import FULL, tries
-
 from radixtrain.__main__ import main
+from tests.support import FULL, tries
+from tests.support.runs import EXACT, assert_nothing_left, assert_same_run
 
 TRIES = tries(5, 50)
 pytestmark = FULL

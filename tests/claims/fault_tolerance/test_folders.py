@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changed_runs import stop_in_lock
-from outcomes import EXACT, assert_nothing_left
-from tiers import FULL
 
 from radixtrain.__main__ import main
+from tests.support import FULL
+from tests.support.processes import stop_in_lock
+from tests.support.runs import EXACT, assert_nothing_left
 
 COMMANDS = ("fit", "validate", "test", "predict", "report", "export")
 pytestmark = FULL

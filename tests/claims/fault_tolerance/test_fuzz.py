@@ -17,10 +17,10 @@ import torch
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tiers import FULL, tries
 
 from radixtrain.__main__ import main
 from radixtrain.commands.help import all_keys
+from tests.support import FULL, tries
 
 pytestmark = FULL
 CONFIGS, FILES = tries(10, 1000), tries(15, 1000)

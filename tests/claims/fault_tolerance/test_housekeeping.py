@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outcomes import assert_same_state, steps_saved
 
 from radixtrain import errors
 from radixtrain.__main__ import main
+from tests.support.runs import assert_same_state, steps_saved
 
 RESULT = re.compile(r"checkpoints/\.step=\d+\.partial(/.*)?|\.model\.partial(/.*)?|checkpoints")
 TARGET = re.compile(r"checkpoints/step=\d+|model")

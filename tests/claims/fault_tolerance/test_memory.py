@@ -6,9 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from changed_runs import memory, note_memory_of_saves
-from outcomes import EXACT
-from tiers import FULL, tries
+
+from tests.support import FULL, tries
+from tests.support.processes import memory, note_memory_of_saves
+from tests.support.runs import EXACT
 
 STEPS, EARLY = max(400, tries(400, 2000)), 200
 LAYERS = 3  # a model of 40 MB

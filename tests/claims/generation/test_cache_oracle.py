@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiers import TRIES
 
 from radixtrain.generation.cache import Match, Node, RadixCache
+from tests.support import TRIES
 
 OPERATIONS = 400 * TRIES
 VOCABULARY, LONGEST, BUDGET = 3, 8, 40

@@ -12,18 +12,40 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from answers import answers_of, by_generate, generated, with_pieces_of, worst_logit
-from families import CORE, CORE_MULTIMODAL, MULTIMODAL, REST, Family, skip_if_it_fails_by_itself
-from same_step import assert_within_noise
-from tiers import cases
-from tiny_models import tiny_model
 
 from radixtrain import RadixCache
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
+from radixtrain.verification.report import TENSOR_FACTOR
 from radixtrain.versions import transformers_is_before
+from tests.support import cases
+from tests.support.batches import answers_of, by_generate, generated, with_pieces_of, worst_logit
+from tests.support.models import CORE, CORE_MULTIMODAL, MULTIMODAL, REST, Family, skip_if_it_fails_by_itself, tiny_model
+
+
+def assert_within_noise(found: Any, ordinary: Any, again: Any, what: str = "") -> None:
+    """Assert that `found` is about as close to an ordinary run as another ordinary run is.
+
+    found, ordinary, again: numbers, sequences of them or tensors of one shape. `again` is as ordinary as `ordinary`,
+    and adds in another order: another attention of Hugging Face, rows in another order, each row alone.
+
+    The bar is TENSOR_FACTOR, 10, times the L2 distance of the two ordinary ones, plus two roundings of float32: one
+    sample of the noise may be small by luck, also of numbers that happen to be equal. A NaN fails.
+    """
+    one, other, third = (_array(values) for values in (found, ordinary, again))
+    assert one.shape == other.shape == third.shape, (one.shape, other.shape, third.shape)
+    error, noise, size = (float(np.linalg.norm(x)) for x in (one - other, third - other, other))
+    bar = TENSOR_FACTOR * noise + float(torch.finfo(torch.float32).eps) * size
+    assert error <= bar < float("inf"), f"{what} differ by {error:.3g}, two ordinary runs by {noise:.3g}: bar {bar:.3g}"
+
+
+def _array(values: Any) -> np.ndarray:
+    values = values.detach().double().cpu() if isinstance(values, torch.Tensor) else values
+    return np.asarray(values, dtype=np.float64)
+
 
 # A plain one, windows, windows with sinks and experts, a soft-cap, latent attention, layers with the keys of others,
 # learned positions; one that is refused; one of several modalities.

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from answers import batch_of
 
 from radixtrain import RadixCache, generate
 from radixtrain.generation.prompt_cache import SPARE, PromptCache
+from tests.support.batches import batch_of
 
 SHARED, OWN, NEW, PROMPTS = 300, 4, 8, 16
 CONFIG = {"vocab_size": 64, "max_position_embeddings": 800}

@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from answers import answers_of, by_generate, generated, with_pieces_of, worst_logit
-from families import CORE
-from tiers import cases
 from torch import Tensor
 
 from radixtrain import RadixCache
@@ -22,8 +19,10 @@ from radixtrain.generation import prefill
 from radixtrain.generation.cache import Node
 from radixtrain.generation.prefill import KeyValues, LayerRows, PromptCall, readers_of
 from radixtrain.generation.prompt_cache import PromptCache, Tails
-from radixtrain.kernels.stored import Readers
 from radixtrain.verification.oracle import float64_throughout
+from tests.support import cases
+from tests.support.batches import answers_of, by_generate, generated, with_pieces_of, worst_logit
+from tests.support.models import CORE
 
 pytestmark = pytest.mark.usefixtures("without_the_trial")
 
@@ -113,8 +112,8 @@ def mix_up_two_readers(shared: Sequence[Any]) -> Sequence[Any]:
 def change_masks(patch: Patch, change: Callable[[Tensor], None]) -> None:
     mask_of = PromptCache._mask
 
-    def wrong(self: PromptCache, window: int | None, num_new: int) -> Tensor:
-        mask = mask_of(self, window, num_new).clone()
+    def wrong(self: PromptCache, window: int | None) -> Tensor:
+        mask = mask_of(self, window).clone()
         change(mask)
         return mask
 
@@ -176,12 +175,11 @@ def mix_owners(patch: Patch) -> None:
 def window_off_by(by: int) -> Callable[[Patch], None]:
     opened = PromptCache._mask
 
-    def wrong(self: PromptCache, window: int | None, num_new: int) -> Tensor:
-        return opened(self, window, num_new) if window is None else _of_window(self, window, window + by, num_new)
-
-    def _of_window(self: PromptCache, window: int, other: int, num_new: int) -> Tensor:
-        self._tails[other] = self._tails[window]
-        return opened(self, other, num_new)
+    def wrong(self: PromptCache, window: int | None) -> Tensor:
+        if window is not None:
+            self._tails[window + by] = self._tails[window]
+            window += by
+        return opened(self, window)
 
     return lambda patch: patch.setattr(PromptCache, "_mask", wrong)
 
@@ -209,15 +207,16 @@ def forget_sinks(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
 
 def shift_readers(patch: Patch) -> None:
     """Each row reads what the one before it reads."""
-    readers_of = PromptCache._readers_of
+    share = PromptCache._share
 
-    def wrong(self: PromptCache, num_new: int) -> dict[Node, Readers]:
-        own, self._paths = self._paths, [*self._paths[-1:], *self._paths[:-1]]
-        found = readers_of(self, num_new)
-        self._paths = own
-        return found
+    def wrong(self: PromptCache, num_answers: int) -> None:
+        share(self, num_answers)
+        own = self._paths, self._lengths
+        self._paths = [*self._paths[-1:], *self._paths[:-1]]
+        share(self, 1)
+        self._paths, self._lengths = own
 
-    patch.setattr(PromptCache, "_readers_of", wrong)
+    patch.setattr(PromptCache, "_share", wrong)
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[Patch], None]]] = {

@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from answers import batch_of, with_pieces_of
-from tiny_models import tiny_model
 from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from radixtrain import RadixCache, generate
 from radixtrain.errors import UserError
-from radixtrain.generation import prompt_cache
 from radixtrain.verification.oracle import float64_throughout
+from tests.support.batches import batch_of, with_pieces_of
+from tests.support.models import tiny_model
 
 PROMPTS = [[7, 8, 9, 10, 11, 12, 1, 2], [7, 8, 9, 10, 11, 12, 3], [30, 31, 32, 33]]
-REPEATING = [[7, 8, 9, 7, 8, 9, 7, 8]]
 LENGTH = {"max_new_tokens": 10, "pad_token_id": 0, "eos_token_id": None}
 GREEDY = {"do_sample": False}
 ENDS = list(range(16, 60, 4))
@@ -80,27 +78,6 @@ def test_as_model_generate(architecture: str, name: str) -> None:
         assert cache.num_tokens == 7 + 3, "prompts without their last tokens, of which the second shares all"
 
 
-ASSISTED: dict[str, Callable[[], dict[str, Any]]] = {
-    "prompt lookup": lambda: {"prompt_lookup_num_tokens": 3},
-    "an assistant": lambda: {"assistant_model": tiny_model("Qwen3ForCausalLM", num_hidden_layers=1).double().eval()},
-}
-
-
-@pytest.mark.parametrize("name", ASSISTED)
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "MistralForCausalLM"])
-def test_proposed_tokens_are_checked_and_cropped(architecture: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, cache, removed = tiny_model(architecture).eval(), RadixCache(), []
-    crop = prompt_cache.PromptCache.crop
-    monkeypatch.setattr(prompt_cache.PromptCache, "crop", lambda own, n: (removed.append(n), crop(own, n)))
-    with float64_throughout(model):
-        for prompts in (REPEATING, PROMPTS[2:]):
-            expected, found = both(
-                model, cache, prompts, **{**LENGTH, **GREEDY, "max_new_tokens": 20}, **ASSISTED[name]()
-            )
-            assert torch.equal(found, expected)
-    assert any(removed)
-
-
 def test_a_streamer_gets_every_token(model: Any) -> None:
     got: list[int] = []
 
@@ -129,6 +106,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"generation_config": GenerationConfig(output_hidden_states=True)},
         "output_hidden_states=True is not supported",
     ),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported, because proposed"),
+    "an assistant": ({"assistant_model": object()}, "assistant_model=.* is not supported, because proposed tokens"),
     "another loop": ({"custom_generate": "transformers-community/dola"}, "custom_generate='.*' is not supported"),
     "no RadixCache": ({"cache": DynamicCache()}, "cache: expected a RadixCache, or None .*, got DynamicCache"),
     "padding on the right": (
@@ -137,7 +116,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "lists": ({"input_ids": [[1, 2]]}, r"input_ids: expected a tensor \(B, L\) of token ids.*, got list"),
     "one prompt": ({"input_ids": torch.tensor([1, 2])}, r"got torch.int64 \(2,\)"),
-    "another tokenizer's ids": ({"input_ids": torch.tensor([[1, 99]])}, "the token id 99, .* ids from 0 to 49"),
 }
 
 

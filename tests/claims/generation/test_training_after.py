@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from answers import batch_of
-from tiers import cases
 
 from radixtrain import RadixCache, RadixCollator, generate, share_prefixes
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support import cases
+from tests.support.batches import batch_of
 
 PROMPTS = [[7, 8, 9, 10, 11, 1, 2], [7, 8, 9, 10, 11, 3], [30, 31, 32, 33]]
 BATCH: dict[str, Any] = batch_of(PROMPTS)

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from answers import answers_of, generated, logits_by_the_model, with_pieces_of
-from families import CORE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiers import TRIES, cases
 
 from radixtrain import RadixCache
 from radixtrain.testing import ragged_batches
 from radixtrain.verification.oracle import float64_throughout
+from tests.support import TRIES, cases
+from tests.support.batches import answers_of, generated, logits_by_the_model, with_pieces_of
+from tests.support.models import CORE
 
 BAR = 1e-10
 MODELS = ["Qwen3", "Gemma 2", "gpt-oss", "DeepSeek-V3"]  # plain; windows and a soft-cap; windows and sinks; latent

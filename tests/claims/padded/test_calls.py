@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from padded_batches import PaddedBatch, pad
-from tiny_models import tiny_hybrid, tiny_qwen3
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -16,6 +14,8 @@ from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
+from tests.support.batches import PaddedBatch, pad
+from tests.support.models import tiny_hybrid, tiny_qwen3
 
 BAR = 1e-12
 ROWS = [[7, 8, 9, 1, 2], [7, 8, 9, 3], [7, 8, 5, 6, 4, 4], [7, 8, 9, 1]]

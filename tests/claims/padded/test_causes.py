@@ -11,11 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_batches import IMAGE, KINDS, ROWS, Kind, Row, batch_of
-from image_rows import check_padded, same_call
-from same_step import same_gradient
-from tiers import cases
-from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +20,11 @@ from radixtrain.hf import pictures
 from radixtrain.hf.padded import causes
 from radixtrain.hf.padded.causes import OTHER_MASK, READS_GRADIENT, TOLD_APART, UNSEEN_TOWER, Causes
 from radixtrain.verification.oracle import float64_throughout
+from tests.support import cases
+from tests.support.batches import IMAGE, KINDS, ROWS, Kind, Row, image_batch_of
+from tests.support.models import tiny_model
+from tests.support.steps import same_gradient
+from tests.support.trainers import check_padded, same_call
 
 QWEN, LLAVA, GEMMA = (KINDS[name] for name in ("Qwen3-VL", "LLaVA", "Gemma 3"))
 TWICE = [[7, "A", 8, 9], [7, "A", 8, 10]]
@@ -68,7 +68,7 @@ def test_two_pictures_behind_a_projector_of_zeros_are_two() -> None:
     model = LLAVA.build()
     for parameter in model.model.multi_modal_projector.linear_2.parameters():
         nn.init.zeros_(parameter)
-    inputs, kept = batch_of(LLAVA, [[7, "A", 8], [7, "B", 8]])
+    inputs, kept = image_batch_of(LLAVA, [[7, "A", 8], [7, "B", 8]])
     # The gradient of the tower is zero here, that of the projector is not.
     loss = lambda model: model(**inputs, use_cache=False).logits[kept].log_softmax(-1)[:, ::3].mean()  # noqa: E731
     same_gradient(model, loss, shared)
@@ -77,7 +77,7 @@ def test_two_pictures_behind_a_projector_of_zeros_are_two() -> None:
 
 def test_the_position_on_each_axis() -> None:
     """Equal ids and pictures, and other positions on one axis from the second feature on."""
-    inputs, kept = batch_of(QWEN, [[7, "A", 8], [7, "A", 8]])
+    inputs, kept = image_batch_of(QWEN, [[7, "A", 8], [7, "A", 8]])
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw")
     for axis in range(3):
         model = QWEN.build()
@@ -96,7 +96,7 @@ def test_deep_features_that_differ_are_seen() -> None:
     model = QWEN.build()
     # What the tower returns for each image goes into the decoder layers too, and there only it is changed.
     model.model.language_model.register_forward_pre_hook(change_deep_features, with_kwargs=True)
-    assert unshared(model, *batch_of(QWEN, TWICE)) == TOLD_APART
+    assert unshared(model, *image_batch_of(QWEN, TWICE)) == TOLD_APART
 
 
 def change_deep_features(decoder: nn.Module, args: Any, given: dict[str, Any]) -> Any:
@@ -125,19 +125,19 @@ def a_tower_that_draws(model: Any) -> None:
 def test_what_tells_equal_tokens_apart_before_the_decoder(change: Callable[[Any], None]) -> None:
     model = LLAVA.build().train()
     change(model)
-    assert unshared(model, *batch_of(LLAVA, TWICE)) == TOLD_APART
+    assert unshared(model, *image_batch_of(LLAVA, TWICE)) == TOLD_APART
 
 
 def test_what_treats_each_token_alike_before_the_decoder_is_shared() -> None:
     model = LLAVA.build().train()
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: output * 2)
     model.model.multi_modal_projector.register_forward_hook(lambda module, args, output: output.tanh())
-    assert same_call(model, *batch_of(LLAVA, TWICE)).num_unique_tokens == 1 + 4 + 1 + 2
+    assert same_call(model, *image_batch_of(LLAVA, TWICE)).num_unique_tokens == 1 + 4 + 1 + 2
 
 
 def test_batch_norms_of_a_tower_see_every_image() -> None:
     """Their statistics are those of all copies, whether the call is shared or not."""
-    inputs, kept = batch_of(LLAVA, [*TWICE, [7, "B", 8]])
+    inputs, kept = image_batch_of(LLAVA, [*TWICE, [7, "B", 8]])
     found = []
     for share in (lambda model: model, shared):
         model = LLAVA.build().train()
@@ -156,7 +156,7 @@ def normed(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 def test_pixels_that_are_learned_have_a_gradient_for_each_copy() -> None:
-    inputs, kept = batch_of(LLAVA, TWICE)
+    inputs, kept = image_batch_of(LLAVA, TWICE)
     model, found = LLAVA.build().double(), []
     for share in (lambda model: model, shared):
         pixels = inputs["pixel_values"].clone().requires_grad_()
@@ -175,7 +175,7 @@ def test_a_tower_that_is_not_seen() -> None:
         model.model.get_image_features = MethodType(type(model.model).get_image_features, model.model)
         return model
 
-    assert unshared(LLAVA.build(), *batch_of(LLAVA, ROWS), share) == UNSEEN_TOWER
+    assert unshared(LLAVA.build(), *image_batch_of(LLAVA, ROWS), share) == UNSEEN_TOWER
 
 
 # Waits.
@@ -252,7 +252,7 @@ READERS = {"a hook": hook_gradient, "retain_grad": keep_gradient}
 @pytest.mark.parametrize("rows", [TWICE, [[7, 8, 9], [7, 8, 10]]], ids=["images", "text"])
 def test_a_gradient_read_where_ids_are_embedded(rows: Any, reader: Callable[..., Any]) -> None:
     """Known before the decoder runs, so that the call is not shared; else the backward pass is refused."""
-    inputs = batch_of(LLAVA, rows)[0] if rows is TWICE else {"input_ids": torch.tensor(rows)}
+    inputs = image_batch_of(LLAVA, rows)[0] if rows is TWICE else {"input_ids": torch.tensor(rows)}
     inputs = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
     model, seen, embedded = LLAVA.build().train(), list[Tensor](), list[Tensor]()
     embedding = model.get_input_embeddings()
@@ -286,7 +286,7 @@ def number_of_causes(kind: Kind, rows: Sequence[Row]) -> int:
         ends: list[int] = []
         for part in row:
             if isinstance(part, str):
-                inputs, _ = batch_of(kind, [[part]])
+                inputs, _ = image_batch_of(kind, [[part]])
                 num_features = int((inputs["input_ids"] == IMAGE).sum())
                 spelled += ["start"] * ("image_grid_thw" in inputs) + [(part, n) for n in range(num_features)]
             else:
@@ -308,7 +308,7 @@ def test_an_image_that_is_longer_than_its_window() -> None:
     """Of the unified Gemma 4, whose images of 16 tokens see each other beyond 15."""
     kind = KINDS["Gemma 4 unified"]
     settings = {**kind.settings, "text_config": {**kind.settings["text_config"], "sliding_window": 15}}
-    assert unshared(replace(kind, settings=settings).build(), *batch_of(kind, TWICE)) == OTHER_MASK
+    assert unshared(replace(kind, settings=settings).build(), *image_batch_of(kind, TWICE)) == OTHER_MASK
 
 
 # Mistakes. Each changes what the real function returns.

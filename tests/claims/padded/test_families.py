@@ -15,15 +15,63 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import CORE, CORE_MULTIMODAL, REST, Family
-from padded_batches import draw_batch, packed, pad
-from shared_runs import Pair, Reads, in_float64
-from tiers import TRIES, cases
 
 from radixtrain import sharing_report
 from radixtrain.errors import UserError
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import gradients_of
+from tests.support import TRIES, cases
+from tests.support.batches import PaddedBatch, packed, pad
+from tests.support.models import CORE, CORE_MULTIMODAL, REST, Family
+from tests.support.steps import Pair, Reads, in_float64
+
+LONGEST = 11  # tokens; every sliding window of a tiny model is shorter
+
+
+# A row that gives every parameter of a small model a gradient: if every query sees one key, q and k have none.
+ALIVE = [1, 2, 3, 1, 1, 2, 2, 1]
+
+
+def draw_batch(rng: np.random.Generator, pad_id: int | None = None) -> PaddedBatch:
+    """pad_id: the id of padding, which then no token has; None for any ids."""
+    rows = draw_rows(rng, lowest=0 if pad_id is None else pad_id + 1)
+    if rng.random() < 0.1:
+        return packed(rows)
+    side = ["left", "right", "both"][rng.integers(3)]
+    width = max(map(len, rows)) + int(rng.integers(3))
+    room = [width - len(row) for row in rows]
+    left = [{"left": most, "right": 0, "both": int(rng.integers(most + 1))}[side] for most in room]
+    fill = rng.integers(0, 5, (len(rows), width)) if pad_id is None else np.full((len(rows), width), pad_id)
+    hidden = len(rows) - 1 if pad_id is None and len(rows) > 1 and rng.random() < 0.1 else None
+    positions = [None, None, "mask", "columns", "one row", "offset", "jumps"][rng.integers(7)]
+    return pad(rng, rows, left, fill, positions, hidden, side)
+
+
+def draw_rows(rng: np.random.Generator, lowest: int) -> list[list[int]]:
+    """Two to seven rows. lowest: of the token ids."""
+    alphabet = np.arange(lowest, lowest + rng.integers(2, 5))
+    kind = ["nested", "nested", "nested", "identical", "prefixes", "single tokens", "one row"][rng.integers(7)]
+    first = [lowest + token for token in ALIVE] if rng.random() < 0.7 else draw_row(rng, alphabet, LONGEST)
+    if kind == "one row":
+        return [first]
+    rows = [first]
+    for _ in range(rng.integers(1, 7)):
+        row = rows[rng.integers(len(rows))]
+        cut = int(rng.integers(1, len(row) + 1))
+        rows.append(
+            {
+                "nested": (row[:cut] + draw_row(rng, alphabet, 4) * bool(rng.integers(4)))[:LONGEST],
+                "identical": list(row),
+                "prefixes": row[:cut],
+                "single tokens": draw_row(rng, alphabet, 1),
+            }[kind]
+        )
+    return [rows[index] for index in rng.permutation(len(rows))]
+
+
+def draw_row(rng: np.random.Generator, alphabet: np.ndarray, longest: int) -> list[int]:
+    return rng.choice(alphabet, rng.integers(1, longest + 1)).tolist()
+
 
 NUM_BATCHES = 2 * TRIES
 SEED = int.from_bytes(os.urandom(4), "little") if os.environ.get("RADIXTRAIN_FUZZ") else 0

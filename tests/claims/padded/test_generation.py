@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import CORE
-from shared_runs import PROMPTS, assert_generates_the_same, generated
-from tiers import FULL, cases
 
 from radixtrain import restore_model, share_prefixes, sharing_report
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support import FULL, cases
+from tests.support.models import CORE
+from tests.support.steps import PROMPTS, assert_generates_the_same, generated
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -3,19 +3,16 @@
 That the gradient is the ordinary one is in tests/claims/equivalence/test_image_rows.py.
 """
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from image_batches import IMAGE, KINDS, ROWS, Kind, Row, batch_of, of_family, squares
-from image_rows import same_call
-from older_transformers import since
-from renamed_transformers import renamed
-from shared_runs import in_float64
-from tiny_models import tiny_model
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from transformers.models.llava import modeling_llava
@@ -24,6 +21,24 @@ from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf.padded.causes import _of_pairs
 from radixtrain.hf.pictures import _distinct
+from tests.support.batches import IMAGE, KINDS, ROWS, Kind, Row, image_batch_of, of_family, squares
+from tests.support.models import since, tiny_model
+from tests.support.steps import in_float64
+from tests.support.trainers import same_call
+
+
+def renamed(module: ModuleType, names: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A copy of a module with other names everywhere, old -> new. Its classes belong to the copy."""
+    source = Path(str(module.__file__)).read_text(encoding="utf-8")
+    for old, new in names.items():
+        assert old in source, f"{module.__name__} has no {old!r}"
+        source = source.replace(old, new)
+    copy = ModuleType(f"{module.__name__}_renamed")
+    copy.__package__, copy.__file__ = module.__package__, module.__file__
+    monkeypatch.setitem(sys.modules, copy.__name__, copy)
+    exec(compile(source, str(module.__file__), "exec"), vars(copy))
+    return copy
+
 
 BAR = 1e-12
 IMAGES = {"image_outputs", "image_hidden_states", "image_pooler_output"}  # outputs; since 5.24, before that features
@@ -32,7 +47,7 @@ BOTH_WAYS = ["Gemma 3", "Gemma 4, in both directions"]
 
 def call_of(kind: Kind, rows: list[Row] = ROWS) -> dict[str, Tensor]:
     """As a processor returns it."""
-    inputs, _ = batch_of(kind, rows)
+    inputs, _ = image_batch_of(kind, rows)
     return {**inputs, "pixel_values": inputs["pixel_values"].float()}
 
 
@@ -60,7 +75,7 @@ def test_positions_that_are_given(name: str) -> None:
     They share nothing after that, and nothing of an image that attends in both directions.
     """
     kind = KINDS[name]
-    inputs, kept = batch_of(kind, [[7, "A", 8], [7, "A", 8]])
+    inputs, kept = image_batch_of(kind, [[7, "A", 8], [7, "A", 8]])
     model, positions = kind.build(), torch.arange(kept.shape[1]).repeat(2, 1)
     if name == "Qwen3-VL":
         names = ("input_ids", "mm_token_type_ids", "image_grid_thw")
@@ -91,7 +106,7 @@ def test_the_features_of_every_image_are_returned(name: str, rows: list[Row]) ->
 
     What has no entry for each image is left out if images are equal.
     """
-    inputs, _ = batch_of(KINDS[name], rows)
+    inputs, _ = image_batch_of(KINDS[name], rows)
     with in_float64(KINDS[name].build()) as pair:
         expected, found = (of_images(model, inputs) for model in (pair.ordinary, pair.shared))
         assert sharing_report(pair.shared).num_shared == 1
@@ -113,7 +128,7 @@ def test_an_output_that_a_later_transformers_renames(monkeypatch: pytest.MonkeyP
     names = {"image_outputs=mm_": "of_pictures=mm_", head: f"{head}    of_pictures: object = None\n"}
     changed = renamed(modeling_llava, names, monkeypatch)
     monkeypatch.setattr(transformers, kind.model_class, getattr(changed, kind.model_class))
-    inputs, _ = batch_of(kind, ROWS)
+    inputs, _ = image_batch_of(kind, ROWS)
     with in_float64(kind.build()) as pair:
         expected, found = (model.model(**inputs, use_cache=False).of_pictures for model in (pair.ordinary, pair.shared))
         torch.testing.assert_close(
@@ -156,14 +171,14 @@ def test_sounds() -> None:
 def test_a_tower_that_returns_more_than_features_computes_every_image() -> None:
     """Ovis 2 puts other rows of it at further tokens."""
     kind = of_family("Ovis 2", squares(28, 4))
-    report = same_call(kind.build(), *batch_of(kind, ROWS))
+    report = same_call(kind.build(), *image_batch_of(kind, ROWS))
     assert report.num_images == report.num_distinct_images
 
 
 @pytest.mark.parametrize("name", ["GOT-OCR 2", "LLaVA", "Qwen3-VL"])
 def test_pixels_of_another_dtype(name: str) -> None:
     """GOT-OCR 2 casts them before its tower, others inside of it."""
-    inputs, kept = batch_of(KINDS[name], ROWS)
+    inputs, kept = image_batch_of(KINDS[name], ROWS)
     same_call(KINDS[name].build(), {**inputs, "pixel_values": inputs["pixel_values"].float()}, kept)
 
 
@@ -180,7 +195,7 @@ def test_placeholders_that_were_cut_off(letters: str) -> None:
 
 
 def test_placeholders_that_are_hidden() -> None:
-    inputs, kept = batch_of(KINDS["LLaVA"], [[7, "A", 8], [7, "A", 8]])
+    inputs, kept = image_batch_of(KINDS["LLaVA"], [[7, "A", 8], [7, "A", 8]])
     kept[0, :2] = False
     report = same_call(KINDS["LLaVA"].build(), {**inputs, "attention_mask": kept.long()}, kept)
     assert report.num_unique_tokens == 4 + 6

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_qwen3
 from torch import Tensor
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.testing import assert_within_reference_error, relative_error
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support.models import tiny_qwen3
 
 pytest.importorskip("liger_kernel", reason="pip install --no-deps liger-kernel")
 from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, _apply_liger_kernel_to_instance

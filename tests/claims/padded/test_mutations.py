@@ -11,21 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import CORE
-from older_transformers import since
-from padded_batches import PaddedBatch, packed, pad
-from shared_runs import Reads, assert_generates_the_same, in_float64
-from tiers import cases
 from torch import Tensor
 
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.padded import causes
 from radixtrain.hf.padded.calls import PaddedRows
-from radixtrain.hf.padded.spread import Places
+from radixtrain.hf.padded.places import Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.layout import TreeLayout
+from tests.support import cases
+from tests.support.batches import PaddedBatch, packed, pad
+from tests.support.models import CORE, since
+from tests.support.steps import Reads, assert_generates_the_same, in_float64
 
 # Nested, one a prefix of another, two identical, one token, one without a shared prefix.
 ROWS = [[1, 2, 3, 1, 1, 2, 2, 1], [1, 2, 3, 1, 4], [1, 2, 3, 1, 4], [1, 2, 3, 1], [1], [2, 2, 3, 1]]
@@ -77,7 +76,7 @@ def row_before(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def test_a_wrong_row_at_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixtrain.hf.padded.spread.gather_rows", row_before)
+    monkeypatch.setattr("radixtrain.hf.padded.spread_rows.gather_rows", row_before)
     assert_caught()
 
 

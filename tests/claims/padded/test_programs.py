@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_qwen3
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -17,6 +16,7 @@ from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support.models import tiny_model, tiny_qwen3
 
 
 def causal() -> Any:

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from random_programs import BATCH, PADDED, compare, program, tiny_pair
-from tiers import cases
 from torch import Tensor
 from torch.nn import functional
 
-from radixtrain.hf.padded import row_functions, spread, spread_rows
+from radixtrain.hf.padded import places, row_functions, spread_rows
 from radixtrain.hf.padded.row_functions import RULES
-from radixtrain.hf.padded.spread import Modes, Spread
-from radixtrain.hf.padded.spread_rows import READ, SpreadRows
+from radixtrain.hf.padded.spread_rows import LATE, Modes, SpreadRows
+from tests.claims.padded.random_programs import BATCH, PADDED, compare, program, tiny_pair
+from tests.support import cases
 
 pytestmark = pytest.mark.usefixtures("without_the_trial")
 
@@ -61,38 +60,33 @@ def rule(func: Any, change: Callable[[Any], Any], kind: str = "float64") -> Mist
 def shown(before: Any) -> Any:
     """A copy of all that is a view."""
 
-    def copy(x: Spread, index: Any) -> Any:
-        if index.shape != x.place_rows.shape:
-            return before(x, index)
-        return Spread(x.table, index, x.padding_row, x.report, x.shaped, x.memory)
+    def at(self: SpreadRows, place_rows: Any, shaped: Any = None) -> Any:
+        is_copy = shaped is None and place_rows.shape == self.place_rows.shape
+        return before(self, place_rows, self.shaped if is_copy else shaped)
 
-    return copy
-
-
-def made(change: Callable[[Spread], Any]) -> Callable[[Any], Any]:
-    """Another ordinary tensor of a view."""
-
-    def by(before: Any) -> Any:
-        def make_dense(self: Spread) -> None:
-            if self.base is not None and self.dense is None:
-                self.is_part = False
-                before(self)
-                change(self)
-                self.dense_node = self.dense.grad_fn
-            before(self)
-
-        return make_dense
-
-    return by
+    return at
 
 
-def copied(view: Spread) -> None:
-    view.dense = view.dense.clone()
+def copied(before: Any) -> Any:
+    """The ordinary tensor of a view is a copy."""
+
+    def make_dense(self: SpreadRows) -> None:
+        before(self)
+        if self.base is not None:
+            assert self.dense is not None
+            self.dense = self.dense.clone()
+            self.dense_node = self.dense.grad_fn
+
+    return make_dense
 
 
-def anew(x: SpreadRows) -> None:
-    x.spread.dense = x.spread.dense.clone()
-    x.spread.dense_node = x.spread.dense.grad_fn
+def anew(before: Any) -> Any:
+    def whole(self: SpreadRows) -> Tensor:
+        self.dense = before(self).clone()
+        self.dense_node = self.dense.grad_fn
+        return self.dense
+
+    return whole
 
 
 def ambient(before: Any) -> Any:
@@ -118,7 +112,7 @@ def without(*names: str) -> Callable[[Any], Any]:
 
 def early(x: SpreadRows, hook: Any) -> Any:
     """A hook of the rows of the table, as if it were at the places."""
-    return x.spread.table.register_hook(hook)
+    return x.table.register_hook(hook)
 
 
 def last_place(before: Any) -> Any:
@@ -134,32 +128,29 @@ def last_place(before: Any) -> Any:
 
 def shifted(found: Any) -> Any:
     """The rows of other places."""
-    for each in found if isinstance(found, tuple) else (found,):
-        each.place_rows = each.place_rows.reshape(-1)[::-1].reshape(each.place_rows.shape).copy()
+    found.place_rows = found.place_rows.reshape(-1)[::-1].reshape(found.place_rows.shape).copy()
     return found
 
 
 MISTAKES: dict[str, Mistake] = {
-    "a copy that sees a change": Mistake(row_functions, "_copy", shown),
-    "a view that is a copy": Mistake(Spread, "make_dense", made(copied)),
-    "a part that may be changed": Mistake(Spread, "make_dense", made(lambda view: None)),
+    "a copy that sees a change": Mistake(SpreadRows, "at", shown),
+    "a view that is a copy": Mistake(SpreadRows, "_make_dense", copied),
     "made in the modes of the reader": Mistake(Modes, "entered", ambient),
     "made in the grad mode of the reader": Mistake(Modes, "entered", without("grad")),
     "made in inference mode": Mistake(Modes, "entered", without("inference")),
-    "made anew each time": Mistake(SpreadRows, "_become_ordinary", lambda before: anew),
+    "made anew each time": Mistake(SpreadRows, "whole", anew),
     "without a gradient": Mistake(
-        Spread, "at_places", lambda before: lambda self, values: before(self, values.detach())
+        spread_rows, "at_places", lambda before: lambda values, *others: before(values.detach(), *others)
     ),
-    "reading is not marked": Mistake(Spread, "mark_read", constant(None)),
+    "reading is not marked": Mistake(SpreadRows, "mark_read", constant(None)),
     "late wishes are not refused": Mistake(spread_rows, "_check_not_read", constant(None)),
-    "a late hook is lost": Mistake(READ, Tensor.register_hook, constant(None)),
-    "a late hook gets values": Mistake(READ, Tensor.register_hook, lambda before: early),
+    "a late hook is lost": Mistake(LATE, Tensor.register_hook, constant(None)),
+    "a late hook gets values": Mistake(LATE, Tensor.register_hook, lambda before: early),
     "a checkpoint is not known": Mistake(spread_rows, "is_checkpointed", constant(False)),
-    "only the last place counts": Mistake(spread, "sum_rows", last_place),
-    "padding is not checked": Mistake(spread, "check_unread", constant(None), "padded"),
+    "only the last place counts": Mistake(places, "sum_rows", last_place),
+    "padding is not checked": Mistake(places, "check_unread", constant(None), "padded"),
     "the rows of other places": rule(Tensor.__getitem__, shifted),
     "rows in another order": rule(Tensor.reshape, shifted),
-    "sums of other places": rule(Tensor.sum, lambda found: found.flip(0)),
     "the dtype of bfloat16 logits": rule(functional.cross_entropy, lambda found: found.to(torch.bfloat16), "autocast"),
     "what is ignored": changed("cross_entropy", ignore_index=-100),
     "a sum is a mean": changed("cross_entropy", reduction="sum"),

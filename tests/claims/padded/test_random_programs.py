@@ -5,10 +5,20 @@ from random import Random, SystemRandom
 
 import pytest
 import torch
-from random_programs import BATCH, LOSSES, PADDED, Run, compare, difference, note, program, tiny_pair
-from tiers import cases
 
 from radixtrain import sharing_report
+from tests.claims.padded.random_programs import (
+    BATCH,
+    LOSSES,
+    PADDED,
+    Run,
+    compare,
+    difference,
+    note,
+    program,
+    tiny_pair,
+)
+from tests.support import cases
 
 BLOCK = 100
 BLOCKS = {"float64": 6, "autocast": 1, "padded": 1}  # of 100 programs, in `make test`

@@ -7,16 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import (
-    FEATURES,
-    ONE_KIND,
-    OTHERS,
-    PROMPT,
-    Build,
-    assert_exact,
-    batch_of,
-)
-from same_step import same
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
@@ -28,6 +18,9 @@ from radixtrain.verification.oracle import (
     ordinary_one_by_one,
     radix_batch,
 )
+from tests.support.steps import FEATURES, ONE_KIND, PROMPT, Build, assert_exact, batch_of, same
+
+OTHERS = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in ([5, 4, 3, 2, 7, 1], [5, 4, 3, 2, 7, 9, 9], [5, 6])]
 
 
 def gradients_by_stock_names(model: Any) -> Any:

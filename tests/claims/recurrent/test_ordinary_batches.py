@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import ONE_KIND, PROMPT, ROWS, Build, batch_of, mixers_in, padded
-from older_transformers import since
-from tiers import cases
 
 from radixtrain import share_prefixes
+from tests.support import cases
+from tests.support.batches import padded
+from tests.support.models import since
+from tests.support.steps import ONE_KIND, PROMPT, ROWS, Build, batch_of, mixers_in
 
 UNSHARED: dict[str, Any] = {"min_ratio": 100.0}
 HOOKS_INSIDE = "checkpointing runs the hooks of a layer too, and they end only with an Exception"

@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hybrids import ONE_KIND, ROWS, Build, assert_exact, padded
-from shared_runs import assert_generates_the_same
 from torch import Tensor
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.tree.runs import RunLayout, cheapest_runs
 from radixtrain.verification.oracle import float64_throughout, gradients_of
+from tests.support.batches import padded
+from tests.support.steps import ONE_KIND, ROWS, Build, assert_exact, assert_generates_the_same
 
 
 @ONE_KIND

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import FEATURES, ONE_KIND, ROWS, Build, assert_exact, batch_of, mixers_in, padded
 from torch import nn
 
 from radixtrain import restore_model, share_prefixes
 from radixtrain.hf.modules import mixers_of
 from radixtrain.verification.oracle import float64_throughout, float64_truth
+from tests.support.batches import padded
+from tests.support.steps import FEATURES, ONE_KIND, ROWS, Build, assert_exact, batch_of, mixers_in
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 

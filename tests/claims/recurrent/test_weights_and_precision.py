@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import FEATURES, KINDS, ONE_KIND, Build, assert_exact, batch_of, mixers_in
-from same_step import BAR
-from tiers import FULL
 
 from radixtrain import share_prefixes
 from radixtrain.verification.oracle import (
@@ -19,6 +16,8 @@ from radixtrain.verification.oracle import (
     radix_batch,
 )
 from radixtrain.verification.report import TENSOR_FACTOR
+from tests.support import FULL
+from tests.support.steps import BAR, FEATURES, KINDS, ONE_KIND, Build, assert_exact, batch_of, mixers_in
 
 
 @ONE_KIND

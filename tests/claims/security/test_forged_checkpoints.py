@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forged_checkpoints import forge
 
 from radixtrain.__main__ import main
+from tests.support.runs import forge
 
 FORGED: list[tuple[tuple[Any, ...], Any]] = [
     (("record",), True),

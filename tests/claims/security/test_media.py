@@ -8,9 +8,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from tiers import cases
 
 from radixtrain.data.files.sources import read_rows
+from tests.support import cases
 
 datasets = pytest.importorskip("datasets", reason="features of images: pip install datasets")
 KINDS = [kind for kind in ("Image", "Audio", "Video", "Pdf", "Nifti") if hasattr(datasets, kind)]

@@ -79,9 +79,15 @@ def test_code_of_the_hub_in_a_configuration_or_a_checkpoint(shop: Path) -> None:
 
 
 OF_A_RUN: list[tuple[str, str]] = [
-    (yaml.safe_dump({"data": {"columns": "SECRET"}}), "columns is '.*', expected dict"),
-    (yaml.safe_dump({"data": {"max_length": "SECRET"}}), "max_length is '.*', expected int"),
-    (yaml.safe_dump({"data": {}, "seed_everything": "SECRET"}), "seed_everything is '.*', expected int"),
+    (yaml.safe_dump({"data": {"columns": "SECRET"}}), "data.columns must be mapping or null; got .*; restore the file"),
+    (
+        yaml.safe_dump({"data": {"max_length": "SECRET"}}),
+        "data.max_length must be an integer or null; got .*; restore the file",
+    ),
+    (
+        yaml.safe_dump({"data": {}, "seed_everything": "SECRET"}),
+        "seed_everything must be an integer; got .*; restore the file",
+    ),
     ("a: &a [x, x]\ndata: {chat_template_kwargs: {a: *a}}", "radixtrain.yaml:1: `&` and `\\*` are not read"),
 ]
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from forged_checkpoints import a_run, sign
-from tiers import cases
 
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import CHECKSUMS, FILES, Checkpoint, read_checkpoint, write_checkpoint
@@ -17,6 +15,8 @@ from radixtrain.data.files.sources import read_rows
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.training.start.loading import load_model
+from tests.support import cases
+from tests.support.runs import a_run, sign
 
 KINDS = ["pt", "pth", "pkl", "pickle", "joblib", "npy", "ckpt", "bin", "parquet", "arrow", "jsonl", "json", "csv"]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import cases
 
 from radixtrain.__main__ import main
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
 from radixtrain.training.start.loading import auto_class, load_model
+from tests.support import cases
 
 CODE = """
 open({ran!r}, "w").close()

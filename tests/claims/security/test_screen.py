@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forged_checkpoints import forge
 
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import read_run
 from radixtrain.screen import printable
+from tests.support.runs import forge
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202ex"
 OBEYED = "\x1b\x07\x9b\u202e\r"

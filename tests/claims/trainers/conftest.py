@@ -12,11 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
-from named_trainers import DRAWN, NUM_ROWS, Row, rollout_trainer, row_of
-from rollouts import save_reference
-from trainer_harness import Share, settings
+
+from tests.support import models
+from tests.support.trainers import (
+    DRAWN,
+    NUM_ROWS,
+    LabelledRow,
+    Share,
+    rollout_trainer,
+    row_of,
+    save_reference,
+    settings,
+)
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
 WORDS = [*SPECIAL, *(f"w{n}" for n in range(250))]
@@ -63,7 +71,7 @@ def model(tiny_qwen3) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def scorer() -> Callable[..., Any]:
     """`scorer(seed, num_labels)`: a tiny Qwen3 with scores for a row instead of logits, by default one."""
-    make = partial(tiny_models.tiny_model, "Qwen3ForSequenceClassification", **SIZES)
+    make = partial(models.tiny_model, "Qwen3ForSequenceClassification", **SIZES)
     return lambda seed=0, num_labels=1: make(seed, num_labels=num_labels)
 
 
@@ -71,7 +79,7 @@ def scorer() -> Callable[..., Any]:
 def mixture() -> Callable[..., Any]:
     """`mixture(seed)`: four experts in every layer, of which a token takes two. As a loop, which float64 needs."""
     own = {"router_aux_loss_coef": 0.01, "experts_implementation": "eager"}
-    return lambda seed=0: tiny_models.tiny_model("Qwen3MoeForCausalLM", seed, **SIZES, **own)
+    return lambda seed=0: models.tiny_model("Qwen3MoeForCausalLM", seed, **SIZES, **own)
 
 
 @pytest.fixture(scope="session")
@@ -158,7 +166,7 @@ def trl_classes(name: str) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="session")
-def rows() -> list[Row]:
+def rows() -> list[LabelledRow]:
     """Answers of 2 to 12 tokens to one prompt: micro-batches differ in their number of labels, and so do ranks."""
     rng = np.random.default_rng(0)
     return [row_of(rng.integers(50, 250, length).tolist()) for length in rng.integers(2, 13, NUM_ROWS)]

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiers import FULL
-from tiny_models import order_one
-from trainer_harness import compare, settings
 
 from radixtrain import share_prefixes, sharing_report
+from tests.support import FULL
+from tests.support.models import order_one
+from tests.support.trainers import compare, settings
 
 pytestmark = FULL
 

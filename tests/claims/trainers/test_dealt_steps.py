@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked_ranks import on_ranks
-from tiers import cases
-from trainer_harness import Run, differences_of, run, settings
 
 from radixtrain import PrefixGroupedSampler, share_prefixes, sharing_report
+from tests.support import cases
+from tests.support.processes import on_ranks
+from tests.support.trainers import Run, differences_of, run, settings
 
 ONE_PROCESS = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
 LOGGED = {"loss", "grad_norm", "train_loss"}  # others are means over batches of other lengths

@@ -7,8 +7,9 @@ Most of them generate, and both runs draw the same completions (`rollouts`).
 from typing import Any
 
 import pytest
-from tiers import cases
-from trainer_harness import Share, compare
+
+from tests.support import cases
+from tests.support.trainers import Share, compare
 
 NEW = {"max_completion_length": 8}
 GROUPS = {**NEW, "num_generations": 4}

@@ -9,23 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from rollouts import (
-    ENDS,
-    GENERATIONS,
-    LORA,
-    MAX_COMPLETION,
-    Reward,
-    arguments,
-    policy_of,
-    prompts,
-    tokenizer,
-)
-from tiers import FULL
-from trainer_harness import Counts, Run, differences_of, run
 
 import radixtrain
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.generation.cache import RadixCache
+from tests.support import FULL
+from tests.support.trainers import (
+    ENDS,
+    GENERATIONS,
+    LORA,
+    MAX_COMPLETION,
+    Counts,
+    Reward,
+    Run,
+    arguments,
+    differences_of,
+    policy_of,
+    prompts,
+    run,
+    tokenizer,
+)
 
 pytestmark = FULL
 

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tiers import FULL
 from torch import Tensor, nn
-from trainer_harness import Build, Run, compare, differences_of
 
 from radixtrain import share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of, with_rows
+from tests.support import FULL
+from tests.support.trainers import Build, Run, compare, differences_of
 
 pytestmark = FULL
 

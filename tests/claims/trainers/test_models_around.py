@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import FULL
 from torch import Tensor, nn
-from trainer_harness import compare
-from trainer_loop import IGNORED, Batch, Loop, Metrics, Step, padded_batches, without_labels
+
+from tests.support import FULL
+from tests.support.trainers import IGNORED, Batch, Loop, Metrics, Step, compare, padded_batches, without_labels
 
 pytestmark = FULL
 

@@ -9,23 +9,31 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import FULL, cases
-from tiny_models import tiny_model
 from torch import Tensor, nn
-from trainer_harness import BAR, compare
-from trainer_loop import (
+
+from radixtrain import share_prefixes, sharing_report
+from radixtrain.testing import relative_error
+from tests.support import FULL, cases
+from tests.support.models import tiny_model
+from tests.support.trainers import (
+    BAR,
     EOS,
     IGNORED,
-    PROMPT,
+    LOOP_PROMPT,
+    Batch,
     Loop,
-    own_loss,
+    Metrics,
+    compare,
     padded,
     padded_batches,
     without_labels,
 )
 
-from radixtrain import share_prefixes, sharing_report
-from radixtrain.testing import relative_error
+
+def own_loss(model: Any, batch: Batch) -> Metrics:
+    """The loss that a Hugging Face model computes from labels, in a call that says nothing about a cache."""
+    return {"loss": model(**batch).loss}
+
 
 PADDINGS = [(side, pad) for side in ("right", "left", "both") for pad in (0, EOS)]
 
@@ -52,7 +60,7 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 @FULL
 def test_a_label_on_the_first_padding_reads_the_last_token(tiny_qwen3):
     """Its prediction comes from the token before it, which is computed; nothing else of the padding is read."""
-    rows = [[*PROMPT, 20, 21, 22], [*PROMPT, 30, 31], [*PROMPT, 40, 41, 42]]
+    rows = [[*LOOP_PROMPT, 20, 21, 22], [*LOOP_PROMPT, 30, 31], [*LOOP_PROMPT, 40, 41, 42]]
     batch = padded(rows, [[*row, 7][:15] for row in rows], "right", pad=7)
     assert (batch["labels"][batch["attention_mask"] == 0] == 7).all()
     compare(lambda share: Loop(share(tiny_qwen3()), [batch], own_loss))

@@ -18,18 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiers import cases
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax
 from torch.utils._pytree import tree_leaves
-from trainer_harness import Run, run
-from trainer_loop import padded_batches
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.testing import assert_within_reference_error, relative_error
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Gradients, float64_arithmetic
+from tests.support import cases
+from tests.support.trainers import Run, padded_batches, run
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 STEPS = 2

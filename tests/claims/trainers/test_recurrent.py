@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import FULL
-from trainer_harness import Run, Share, compare, differences_of, run, settings
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.hf.recurrent import tree_runs
 from radixtrain.tree.runs import RunLayout
+from tests.support import FULL
+from tests.support.trainers import Run, Share, compare, differences_of, run, settings
 
 pytestmark = [FULL, pytest.mark.usefixtures("free_forks")]
 

@@ -3,25 +3,60 @@
 Generation passes a cache, so it is not shared, and both runs must draw the same completions (`compare_rollouts`).
 """
 
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
-from rollouts import (
+
+from radixtrain import share_prefixes, sharing_report
+from tests.support import FULL, cases
+from tests.support.models import tiny_model, tiny_qwen3
+from tests.support.trainers import (
     LORA,
     VOCAB_SIZE,
+    Comparison,
     Reward,
+    Share,
     arguments,
-    compare_rollouts,
+    compare,
     policy_of,
     prompts,
     tokenizer,
 )
-from tiers import FULL, cases
-from tiny_models import tiny_model
-from trainer_harness import Share, compare
 
-from radixtrain import share_prefixes, sharing_report
+
+def compare_rollouts(
+    trainer_class: type[Any],
+    args: Any,
+    folder: Path,
+    *,
+    evaluate: bool = False,
+    share_reference: bool = True,
+    make: Callable[[int], Any] = tiny_qwen3,
+    **others: Any,
+) -> Comparison:
+    """Both arms of a trainer, with the same completions.
+
+    folder: as `save_reference` returns it. make: the policy. others: further arguments of the trainer.
+    """
+    rewards: list[Reward] = []
+
+    def build(share: Share) -> Any:
+        rewards.append(reward := Reward())
+        model = share(policy_of(folder, make))
+        trainer = trainer_class(model, reward, args, prompts(), prompts().select(range(4)), tokenizer(), **others)
+        if trainer.ref_model is not None:
+            share(trainer.ref_model) if share_reference else trainer.ref_model.double()
+        return trainer
+
+    found = compare(build, evaluate=evaluate)
+    plain, shared = rewards
+    assert plain.completions == shared.completions
+    assert len(set(map(len, shared.completions))) > 1, "completions of one length need no padding"
+    return found
+
 
 LOSSES = ("dr_grpo", "dapo", "bnpo", "cispo", "sapo", "vespo")
 CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tiers import FULL, cases
-from trainer_harness import Share, compare, mean_log_probability
 
 from radixtrain import share_prefixes, sharing_report
+from tests.support import FULL, cases
+from tests.support.trainers import Share, compare, mean_log_probability
 
 CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}

@@ -10,23 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked_ranks import on_ranks
-from named_trainers import DRAWN, LONG, NUM_ROWS, PROMPT, Row, row_of
-from tiers import FULL
 from torch import Tensor, distributed
 from torch.distributed.fsdp import _state_dict_utils
-from trainer_harness import (
-    Comparison,
-    Run,
-    Share,
-    compare,
-    differences_of,
-    gathered_weights,
-    mean_log_probability,
-    numbers,
-    run,
-)
-from trainer_loop import Stream
 from transformers import set_seed
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report
@@ -34,6 +19,26 @@ from radixtrain.hf.backbone import backbone_of, model_inside
 from radixtrain.testing import assert_within_reference_error, relative_error
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Gradients, float64_arithmetic
+from tests.support import FULL
+from tests.support.processes import on_ranks
+from tests.support.trainers import (
+    DRAWN,
+    LONG,
+    NUM_ROWS,
+    PROMPT,
+    Comparison,
+    LabelledRow,
+    Run,
+    Share,
+    Stream,
+    compare,
+    differences_of,
+    gathered_weights,
+    mean_log_probability,
+    numbers,
+    row_of,
+    run,
+)
 
 pytestmark = FULL
 
@@ -56,7 +61,7 @@ def on_two_ranks(work: Callable[[int], Any]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def equally_long_rows() -> list[Row]:
+def equally_long_rows() -> list[LabelledRow]:
     """Accelerate joins what it dispatches, so batches must have one length; numbers of labels differ all the same.
 
     An answer begins as the one before it, for 0 to 5 tokens.

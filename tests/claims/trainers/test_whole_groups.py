@@ -5,11 +5,23 @@ from typing import Any
 
 import pytest
 import torch
-from rollouts import GENERATIONS, Reward, arguments, policy_of, prompts, tokenizer
-from tiers import FULL
-from trainer_harness import BAR, Counts, Run, Share, gradient_distances, run
 
 from radixtrain import share_prefixes, sharing_report
+from tests.support import FULL
+from tests.support.trainers import (
+    BAR,
+    GENERATIONS,
+    Counts,
+    Reward,
+    Run,
+    Share,
+    arguments,
+    gradient_distances,
+    policy_of,
+    prompts,
+    run,
+    tokenizer,
+)
 
 pytestmark = FULL
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from forged_checkpoints import a_run
 
 from radixtrain.checkpoints.folder import Checkpoint, write_checkpoint
+from tests.support.runs import a_run
 
 
 def a_checkpoint(step=3, size=4):

@@ -4,12 +4,11 @@ import os
 import sys
 
 import pytest
-from killed_in_a_fork import kills_at_file_operations
-from outcomes import names
-from tiers import FULL
 
 from radixtrain.checkpoints import atomic
 from radixtrain.checkpoints.atomic import current_path, recover, remove, tidy_leftovers, writing
+from tests.support import FULL
+from tests.support.runs import kills_at_file_operations, names
 
 
 @pytest.fixture(params=["exchanged", pytest.param("renamed twice", marks=FULL)])

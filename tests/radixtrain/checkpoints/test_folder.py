@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from forged_checkpoints import a_run, forge, sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outcomes import assert_equal, names
-from tiers import TRIES
 
+from radixtrain.checkpoints.atomic import remove, tidy_leftovers
 from radixtrain.checkpoints.folder import (
     CHECKSUMS,
     FILES,
@@ -32,6 +30,8 @@ from radixtrain.checkpoints.folder import (
     write_checkpoint,
 )
 from radixtrain.checkpoints.resolve import newest_valid
+from tests.support import TRIES
+from tests.support.runs import a_run, assert_equal, forge, kills_at_calls, names, sign
 
 
 def assert_holds(path, expected, moments=True):
@@ -135,6 +135,29 @@ def test_whatever_somebody_put_there(tmp_path_factory, file, data):
         sign(path)
     with pytest.raises(DamagedCheckpoint, match=file):
         read_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", ["fresh", "replacing"])
+def test_killed_anywhere(kind, tmp_path, made):
+    """In the middle of a write: the old one or the new one, and nothing half-written."""
+    states = {step: made(step, size=300) for step in (1, 2, 3)}
+    sums = {}
+    for step in (3, 2, 1):
+        write_checkpoint(tmp_path / f"step={step}", states[step])
+        sums[step] = (tmp_path / f"step={step}" / CHECKSUMS).read_text().splitlines()[:2]
+    remove(tmp_path / "step=3")
+    target, usual = ("step=2", ["step=1", "step=2"]) if kind == "replacing" else ("step=3", ["step=1", "step=2"])
+    for _ in kills_at_calls(lambda: write_checkpoint(tmp_path / target, states[3]), number=25):
+        choice = newest_valid(tmp_path)
+        assert choice.path is not None and not choice.passed_over
+        tidy_leftovers(tmp_path)
+        assert names(tmp_path) in (usual, sorted({*usual, target}))
+        for path in tmp_path.iterdir():
+            verify_checkpoint(path)
+            assert (path / CHECKSUMS).read_text().splitlines()[:2] in sums.values()
+        remove(tmp_path / target)
+        if kind == "replacing":
+            write_checkpoint(tmp_path / target, states[2])
 
 
 def test_nothing_goes_through_the_folder_of_temporary_files(tmp_path, made, monkeypatch):

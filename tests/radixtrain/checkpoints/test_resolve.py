@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from outcomes import names
 
 from radixtrain.checkpoints.atomic import tidy_leftovers
 from radixtrain.checkpoints.folder import CHECKSUMS, MODEL, RUN, write_checkpoint
 from radixtrain.checkpoints.resolve import NewestValid, newest_valid, point, prune, resolve
 from radixtrain.errors import UserError
+from tests.support.runs import names
 
 
 def damage(path):

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import torch
-from forged_checkpoints import a_run
-from forked_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from radixtrain.checkpoints.folder import Checkpoint, help_to_write, read_checkpoint, write_checkpoint
 from radixtrain.checkpoints.tensors import part_like, part_of, whole
+from tests.support.processes import on_ranks
+from tests.support.runs import a_run
 
 # Rows for every rank, unequal parts, fewer rows than ranks, a single row, none.
 SHAPES = {"even": (4, 3), "uneven": (5, 2), "few": (3,), "one": (1, 2), "none": (0, 2)}

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
-from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.commands import loggers
 from radixtrain.commands.loggers import errors_of_services, make_loggers
 from radixtrain.errors import UserError
 from radixtrain.settings.sections import TrainerSettings
+from tests.support import FULL
 
 OFFLINE = "WANDB_MODE=offline keeps the run on this disk"
 

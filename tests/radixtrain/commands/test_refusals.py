@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.commands.fit import Command
 from radixtrain.errors import UserError
+from tests.support import FULL
 
 GOOD = {"messages": [{"role": "user", "content": "Where is the pear?"}, {"role": "assistant", "content": "Shelf one."}]}
 ROBOT = {"messages": [{"role": "robot", "content": "x"}]}
@@ -25,6 +25,7 @@ USAGE = {
     "--trainer.api_key=x": "trainer.api_key: a run saves its settings, so they hold no secrets; set it in the environm",
     "--model.attention=ring": "model.attention must be one of auto, cascade, path, expand, reference, tree; got ring",
     "--trainer.logger=evil.Logger": "trainer.logger must be one of csv, wandb, tensorboard, mlflow, trackio, none; got",
+    "--weights_only=false": "no key weights_only: a checkpoint is always read as data, never run as code",
     "--config={shop}/none.yaml": "no such file: {shop}/none.yaml",
     "--print_config stray": "stray is not a key: write --key value, and --config FILE for a YAML file",
 }
@@ -37,7 +38,6 @@ BEFORE_ROWS = {  # files of rows are not there
     "--save_best=eval_loss --trainer.limit_val_batches=0": "save_best needs validations, and trainer.limit_val_batches",
     "--save_best=eval_loss --trainer.enable_checkpointing=false": "save_best needs checkpoints, and trainer.enable_che",
     "--evaluate_generation.metric=contains --data.validation_file=null": "evaluate_generation needs rows: set data.val",
-    "--hub_model_id=a/b": "hub_model_id a/b: nothing would be uploaded; set push_to_hub: true",
     "--output_dir=s3://bucket/run": "output_dir s3://bucket/run: s3 is not supported; name a local folder",
     "--output_dir=s3:/bucket": "output_dir s3:/bucket: s3 is not supported",
     "--output_dir=file:///tmp/x": "output_dir file:///tmp/x: file is not supported",
@@ -56,7 +56,6 @@ SETTINGS = {
     "--data.train_file={shop}/none.jsonl": "no such file: {shop}/none.jsonl",
     "--data.split_turns=false": "split_turns: false: the chat template has no generation markers; set split",
     "--data.max_length=20": "{shop}/train.jsonl:1: 74 tokens exceed max_length 20; raise max_length or set ",
-    "--data.pad_to_multiple_of=100000": "data.pad_to_multiple_of 100000 exceeds data.max_tokens 4096",
     "--ckpt_path=best": "ckpt_path best: none in ",
     "--ckpt_path=": "ckpt_path",
     "--ckpt_path={shop}/train.jsonl": "ckpt_path {shop}/train.jsonl: a file; a checkpoint of radixtrain is a folder",
@@ -85,14 +84,10 @@ OTHERS = {  # commands
     "predict --data.predict_file=asked.jsonl": "asked.jsonl:1: expected at least one assistant turn",
 }
 TRAINER = {
-    "--trainer.num_nodes=2": "trainer.num_nodes 2: start the command on each machine with torchrun, or with srun",
-    "--trainer.val_check_interval=6 --data.validation_file={shop}/validation.jsonl": "trainer.val_check_interval 6: an "
-    "epoch has 5 steps; set a smaller one, or",
     "--trainer.devices=9223372036854775808": "trainer.devices must be at most 1,000; got 9223372036854775808",
     "--trainer.max_time=soon": "trainer.max_time must be DD:HH:MM:SS",
-    "--trainer.max_time='{fortnights: 1}'": "trainer.max_time must be DD:HH:MM:SS",
-    "--trainer.accelerator=cpu --trainer.devices=0": "trainer: `Fabric(devices=0)` value is not a valid input",
-    "--trainer.precision=transformer-engine": "trainer: Requirement 'transformer_engine",
+    "--trainer.max_time=1:2": "trainer.max_time must be DD:HH:MM:SS",
+    "--trainer.accelerator=cpu --trainer.devices=0": "trainer.devices must be at least 1, or auto; got 0",
     "--trainer.strategy=nonsense": "trainer.strategy nonsense: no such strategy; there are auto, ddp, ",
     "--trainer.limit_val_batches=1.5": "trainer.limit_val_batches 1.5: a number of steps, or a share",
 }

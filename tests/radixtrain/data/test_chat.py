@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import CHATML, END, byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -20,6 +19,7 @@ from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.files.sources import Row
 from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import DataError, UserError
+from tests.support.batches import CHATML, END, byte_tokenizer
 
 TURNS = "{%- for m in messages %}{{- m.role + ': ' + TEXT + '|' }}{% endfor %}"
 ASKS = "{%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif %}"
@@ -158,14 +158,14 @@ COUNTED: list[tuple[dict[str, Any], list[dict[str, Any]], list[list[str]], dict[
     # the encoder, rows, what is learned of each, and the report
     ({"max_length": 4}, [{"text": "abc"}], [["[abc|]"]], {"num_tokens": 4, "num_labels": 3}),
     ({"max_length": LENGTH + 5, "excess_length_strategy": "drop"}, [{"messages": CHAT}, {"text": "x" * 99}], [[ONE], []],
-     {"num_without_system": 1, "num_dropped_rows": 1, "num_dropped_samples": 2, "num_long_samples": 2, "longest": 100,
+     {"num_without_system": 1, "num_dropped_samples": 2, "num_long_samples": 2, "longest": 100,
       "longest_where": "a.jsonl:2", "num_tokens": LENGTH + 5, "num_labels": 5}),
     ({"max_length": LENGTH + 2, "excess_length_strategy": "truncate"}, [{"messages": CHAT[:2]}, {"text": "ab"}],
      [["user: hi|assistant: [()]"], ["[ab|]"]],
      {"num_without_system": 1, "num_truncated_samples": 1, "num_long_samples": 1, "longest": LENGTH + 5, "longest_where": "a.jsonl:1",
       "num_tokens": LENGTH + 5, "num_labels": 4}),
     ({"max_length": 8, "excess_length_strategy": "truncate"}, [{"messages": CHAT[:2]}], [[]],
-     {"num_without_system": 1, "num_without_loss": 1, "num_dropped_rows": 1, "num_long_samples": 1, "longest": LENGTH + 5,
+     {"num_without_system": 1, "num_without_loss": 1, "num_long_samples": 1, "longest": LENGTH + 5,
       "longest_where": "a.jsonl:1"}),
     ({}, [{"input_ids": [999, 1]}, {"text": "ok"}, {"nothing": 1}, {"text": ""}], [[], ["[ok|]"], [], []],
      {"num_bad_rows": 3, "num_tokens": 3, "num_labels": 2}),

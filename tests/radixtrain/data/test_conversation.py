@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import trl
-from byte_tokenizer import byte_tokenizer
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.conversation import lost_part
 from radixtrain.data.files.sources import Row
 from radixtrain.data.template import warn_of_mistakes, with_date
 from radixtrain.errors import DataError
+from tests.support.batches import byte_tokenizer
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
@@ -181,7 +181,7 @@ SELDOM_MEANT = [
 def test_what_is_seldom_meant_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     encoder = ChatEncoder(byte_tokenizer((FOLDER / "qwen3.jinja").read_text("utf-8"), bos="<|bos|>"))
     asked, *turns = chat(CALLED, {"tool_calls": [call(thing="nails", unit=None)]}, SAID)["messages"]
-    logged = {"request": {"messages": [asked, *turns[:-1]]}, "response": {"choices": [{"message": turns[-1]}]}}
+    logged = {"prompt": [asked, *turns[:-1]], "completion": turns[-1:]}
     rows = [logged, chat(CALLED, SAID, tools=[FUNCTION]), {"text": "<|bos|>Four."}, {"text": "Four."}]
     rows.append({"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "Four."}]})
     warn_of_mistakes(encoder, [Row(row, "a.jsonl:1") for row in rows], set())

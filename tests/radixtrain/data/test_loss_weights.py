@@ -1,4 +1,4 @@
-"""Loss weights and shared targets from a file to the optimizer step."""
+"""Loss weights from a file to the optimizer step."""
 
 import json
 from pathlib import Path
@@ -43,13 +43,12 @@ def targets(step: Any) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("dedup", [True, False])
-def test_every_and_once(data: Any, dedup: bool) -> None:
+def test_every_label_has_its_weight(data: Any, dedup: bool) -> None:
     """And `predict` lists every label, whatever its weight."""
-    every, once = (step_of(data(dedup=dedup, shared_targets=each)) for each in ("every", "once"))
-    assert targets(every) == [(5, 2.0), (6, 1.0), (6, 1.0), (7, 1.0), (8, 1.0), (8, 3.0), (9, -0.5)]
-    assert targets(once) == [(5, 2.0), (6, 1.0), (7, 1.0), (8, 2.0), (9, -0.5)]
-    assert (every.num_labels, once.num_labels) == (7, 5)
-    [batch] = step_of(data(dedup=dedup, shared_targets="once"), "predict").micro_batches
+    step = step_of(data(dedup=dedup))
+    assert targets(step) == [(5, 2.0), (6, 1.0), (6, 1.0), (7, 1.0), (8, 1.0), (8, 3.0), (9, -0.5)]
+    assert step.num_labels == 7
+    [batch] = step_of(data(dedup=dedup), "predict").micro_batches
     assert sorted(label for label in batch["shift_labels"].flatten().tolist() if label != N) == [5, 6, 6, 7, 8, 8, 9]
     assert batch["radix"].loss_weights[0] == 1.0
 

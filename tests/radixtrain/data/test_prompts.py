@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from byte_tokenizer import MARKED
 from transformers import AutoTokenizer
 
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt, choose_prompts, end_tokens, prompt_of
+from tests.support.batches import MARKED
 
 IGNORED = -100
 

@@ -7,10 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from byte_tokenizer import MARKED, byte_tokenizer
-from forked_ranks import on_ranks
 
 from radixtrain.data import step_data
 from radixtrain.data.datamodule import SFTData
@@ -18,6 +15,8 @@ from radixtrain.data.sample import EncodeReport
 from radixtrain.data.step_data import read_together
 from radixtrain.data.tokens.store import Corpus, Part
 from radixtrain.errors import EndedElsewhere, UserError
+from tests.support.batches import MARKED, byte_tokenizer
+from tests.support.processes import on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +75,6 @@ def test_turns_of_nested_rows(
     corpus = data(str(log), train_on=train_on, split_turns=split_turns).conversations["train"]
     assert [(int(row[0].where.split(":")[1]), len(row)) for row in corpus] == trained
     assert corpus.lengths.tolist() == [len(sample.input_ids) for row in corpus for sample in row]
-    assert np.diff(corpus.starts).tolist() == [len(row) for row in corpus]
     everything = data(str(log), train_on="every_turn", split_turns=split_turns).conversations["train"]
     if train_on == "distinct_turns" and split_turns:
         assert corpus.digest != everything.digest and turns_of(corpus) == turns_of(everything)
@@ -90,20 +88,15 @@ def turns_of(corpus: Corpus) -> set[bytes]:
 
 
 def test_system_prompt(data: Callable[..., SFTData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all files, or of one of them; empty for none."""
     monkeypatch.chdir(tmp_path)
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     own = [{"role": "system", "content": "Own."}, *turns]
     rows = [{"messages": turns}, {"messages": own}, {"prompt": turns[:1], "completion": turns[1:]}]
     Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    for file, expected in (
-        ("a.jsonl", "Be brief."),
-        ({"path": "a.jsonl", "system_prompt": "Be kind."}, "Be kind."),
-        ({"path": "a.jsonl", "system_prompt": ""}, ""),
-    ):
-        module = data(file, system_prompt="Be brief.")
-        texts = [module.tokenizer().decode(sample.input_ids) for [sample] in module.conversations["train"]]
-        assert [text.partition("system\n")[2].partition("<")[0] for text in texts] == [expected, "Own.", expected]
+    module = data("a.jsonl", system_prompt="Be brief.")
+    texts = [module.tokenizer().decode(sample.input_ids) for [sample] in module.conversations["train"]]
+    found = [text.partition("system\n")[2].partition("<")[0] for text in texts]
+    assert found == ["Be brief.", "Own.", "Be brief."]
     with pytest.raises(UserError, match=r"b\.jsonl:1: system_prompt: only chats have a system turn, and this"):
         data(write(Path("b.jsonl"), "x"), system_prompt="x")
 
@@ -141,9 +134,9 @@ def test_a_resumed_run_needs_the_same_samples(data: Callable[..., SFTData], tmp_
     state = data(path).state_dict()
     data(path).load_state_dict(state)
     for answer, settings, said in (
-        ("yes", {"batch_size": 3}, "belongs to other steps: batch_size was 4 and is 3; give the data settings"),
+        ("yes", {"batch_size": 3}, "belongs to other steps or rows: batch_size was 4 and is 3; give the files and"),
         ("yes", {"group_by_prefix": 2}, "group_by_prefix was false and is 2"),
-        ("yes", {"completion_only_loss": False}, r"other steps: digest was \w+ and is \w+"),
+        ("yes", {"completion_only_loss": False}, r"other steps or rows: digest was \w+ and is \w+"),
         ("no!", {}, "digest was"),  # as many tokens
     ):
         write(tmp_path / "a.jsonl", "abcdef", answer)
@@ -177,17 +170,6 @@ def test_the_ranks_share_the_steps_of_one(data: Callable[..., SFTData], tmp_path
     assert on_ranks(2, lambda _: data(path).step_collator().num_ranks) == [1, 1], "verify collates whole steps"
 
 
-def test_only_the_first_rank_of_a_machine_tokenises_again(
-    data: Callable[..., SFTData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module, asked = data(write(tmp_path / "a.jsonl", "ab"), overwrite_cache=True), []
-    read = step_data.tokenized
-    monkeypatch.setattr(step_data, "tokenized", lambda *args: asked.append(args[-1]) or read(*args))
-    for is_first in (True, False):
-        step_data.load_split(module.hparams.train_file, module.hparams, "data.train_file", is_first=is_first)
-    assert asked == [True, False]
-
-
 def corpus_of(digest: str) -> tuple[Corpus, EncodeReport]:
     return Corpus([Part(name="rows", conversations=[], digest=digest)]), EncodeReport()
 
@@ -203,19 +185,15 @@ def on_machines(names: str, work: Callable[[int], Any]) -> list[Any]:
 
 
 def test_the_first_rank_of_each_machine_reads_before_the_others(tmp_path: Path) -> None:
-    def work(rank: int) -> list[bool]:
-        asked = []
-
-        def read(is_first: bool) -> tuple[Corpus, EncodeReport]:
-            asked.append(is_first)
+    def work(rank: int) -> None:
+        def read() -> tuple[Corpus, EncodeReport]:
             with (tmp_path / "order").open("a") as file:
                 file.write(f"{rank} ")
             return corpus_of("a")
 
         read_together(read, "data.train_file")
-        return asked
 
-    assert on_machines("aabb", work) == [[True], [False], [True], [False]]
+    on_machines("aabb", work)
     readers = [int(rank) for rank in (tmp_path / "order").read_text().split()]
     assert readers[:2] == [0, 2] and sorted(readers) == [0, 1, 2, 3]
 
@@ -229,7 +207,7 @@ def test_an_error_is_told_once_and_other_rows_on_a_rank_end_the_run() -> None:
     def raised_by(digests: str) -> list[tuple[type, str]]:
         def work(rank: int) -> tuple[type, str]:
             with pytest.raises((UserError, EndedElsewhere)) as raised:
-                read_together(lambda _: read(rank, digests[rank : rank + 1]), "data.train_file")
+                read_together(lambda: read(rank, digests[rank : rank + 1]), "data.train_file")
             return raised.type, str(raised.value)
 
         return on_machines("xy", work)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import byte_tokenizer
 
 from radixtrain.data import conversation
 from radixtrain.data.chat import ChatEncoder
@@ -16,6 +15,7 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.sources import Row
 from radixtrain.data.template import REWRITTEN, warn_of_mistakes
 from radixtrain.errors import DataError, UserError
+from tests.support.batches import byte_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
 

@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from byte_tokenizer import CHATML, byte_tokenizer
-from forked import is_alive, wait_for_end
-from tiers import FULL
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
@@ -22,6 +19,9 @@ from radixtrain.data.steps import StepLoader, StepSampler
 from radixtrain.data.workers import BLOCKED, _kill_daemons, blocked_signals, end_with_parent
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.fault_tolerance.signals import HANDLED
+from tests.support import FULL
+from tests.support.batches import CHATML, byte_tokenizer
+from tests.support.processes import is_alive, wait_for_end
 
 
 class Numbers(Dataset[int]):
@@ -151,7 +151,7 @@ def test_a_batch_that_cannot_be_handed_over_ends_the_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     with pytest.raises(RuntimeError, match="exited unexpectedly") as found:
         list(StepLoader(Full(), StepSampler(6, 2, False, 0), num_workers=1))  # type: ignore[arg-type]
-    assert "DataLoader workers ran out of shared memory" in str(explain(found.value, None))
+    assert "could not hand its batch over" in str(explain(found.value, None))
 
 
 def test_the_same_signals_are_requests_of_a_run() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import byte_tokenizer
 from rich.console import RenderableType
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +14,7 @@ from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.steps import features_of
 from radixtrain.explain.micro_batch import MicroBatch
 from radixtrain.screen import screen
+from tests.support.batches import byte_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,12 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import cases, tries
 from transformers import PreTrainedTokenizerBase
 
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.explain.breaks import find_breaks
 from radixtrain.tree.plan import build_prefix_plan
+from tests.support import cases, tries
 
 VOCABULARY = """
 shop order parcel refund card price note letter street bridge garden window kettle ticket train river paper pencil

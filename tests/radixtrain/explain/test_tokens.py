@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from byte_tokenizer import END, VOCAB_SIZE, byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -15,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.explain.tokens import LOSS, TextTree, decode_runs, marked, sample_tokens
+from tests.support.batches import END, VOCAB_SIZE, byte_tokenizer
 
 Build = Callable[..., TokenRow]
 LONG = f"{'p' * 50} ⋯ 900 characters ⋯ {'p' * 50}⟦{'q' * 50} ⋯ 400 characters ⋯ {'q' * 50}⟧"

@@ -8,11 +8,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from tiers import cases
 from torch import nn
 
 from radixtrain import restore_model, share_prefixes
 from radixtrain.generation.generate import fingerprint, word_sums
+from tests.support import cases
 
 Change = Callable[[Any], object]
 

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
-from tiers import cases
-from tiny_models import tiny_model, tiny_qwen3
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
+from tests.support import cases
+from tests.support.models import FAMILIES, tiny_model, tiny_qwen3
 
 BAR = 1e-12
 pytestmark = pytest.mark.usefixtures("hooks_that_may_stay", "free_forks")

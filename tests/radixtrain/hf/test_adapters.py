@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import FULL
-from tiny_models import tiny_model
 from torch import nn
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.guards.batch import check_not_shared
 from radixtrain.verification.oracle import float64_throughout
+from tests.support import FULL
+from tests.support.models import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about layers that it does not know
 

@@ -9,9 +9,6 @@ from types import MethodType
 
 import pytest
 import torch
-from older_transformers import PASSED_ON
-from tiers import FULL, cases
-from tiny_models import tiny_model
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -20,11 +17,13 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3 import modeling_qwen3
 
-from radixtrain import RadixCollator, generate, share_prefixes, sharing_report, verify_equivalence
+from radixtrain import RadixCollator, generate, position_wise, share_prefixes, sharing_report, verify_equivalence
 from radixtrain.attention import EVERYWHERE
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import radix_attention
 from radixtrain.hf.windows import no_mask
+from tests.support import FULL, cases
+from tests.support.models import PASSED_ON, tiny_model
 
 FEATURES = [
     {"input_ids": [7, 8, 9, 1, 2, 3, 4, 5, 6], "labels": [7, 8, 9, 1, 2, 3, 4, 5, 6]},
@@ -187,12 +186,24 @@ def test_a_forward_that_was_replaced(replace, tiny_qwen3, monkeypatch):
     assert not torch.equal(replaced, ordinary)
     assert torch.equal(later(input_ids=IDS, use_cache=False).logits, replaced)
     (reason,) = sharing_report(later).not_shared
-    why = r"(Qwen3Attention|Own).forward is [\w.]*own_attention, which does not take its attention from Attention\w+"
-    assert re.fullmatch(why, reason)
-    with pytest.raises(UserError, match=why):
-        prepared(**RadixCollator()(FEATURES))
-    with pytest.raises(UserError, match="does not take its attention from AttentionInterface"):
-        share_prefixes(model)(**RadixCollator()(FEATURES))
+    why = rf"\({__name__}.* would see the unique tokens"
+    assert re.search(why, reason)
+    for each in (prepared, share_prefixes(model)):
+        with pytest.raises(UserError, match=why):
+            each(**RadixCollator()(FEATURES))
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_forward_of_transformers_that_does_not_attend(is_whole, tiny_qwen3, monkeypatch):
+    """The trial finds it; where nothing can be tried, the count of layers does."""
+    monkeypatch.setattr("radixtrain.hf.guards.model._is_whole", lambda decoder: is_whole)
+    model = share_prefixes(tiny_qwen3())
+    attention = model.model.layers[0].self_attn
+    attention.forward = MethodType(lambda self, hidden_states, **given: (self.o_proj(hidden_states), None), attention)
+    position_wise(attention.forward.__func__)
+    reason = "in 1 of 2 layers of Qwen3Model: the others attended without the tree"
+    with pytest.raises(UserError if is_whole else RuntimeError, match=reason):
+        model(**RadixCollator()(FEATURES))
 
 
 def test_a_configuration_of_one_layer(tiny_qwen3):
@@ -204,7 +215,7 @@ def test_a_configuration_of_one_layer(tiny_qwen3):
         attention.config._attn_implementation = "eager"
     logits = [each(input_ids=IDS, use_cache=False).logits for each in (model, shared)]
     assert torch.equal(*logits) and not sharing_report(shared).num_shared
-    with pytest.raises(UserError, match="Qwen3Attention has attn_implementation 'eager', and not that of its decoder"):
+    with pytest.raises(UserError, match=r"computes a token from others, .* first in layer 0"):
         share_prefixes(model)(**RadixCollator()(FEATURES))
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import FULL, cases
-from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from radixtrain import RadixCollator, share_prefixes
@@ -19,6 +17,8 @@ from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.head import has_plain_head, hidden_rows, logits_rows
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
+from tests.support import FULL, cases
+from tests.support.models import tiny_model
 
 DECODER = {"is_decoder": True}
 PLAIN: dict[str, tuple[str, dict[str, Any]]] = {

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from same_step import same
-from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import CACHE
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
+from tests.support.models import tiny_model
+from tests.support.steps import same
 
 N = -100
 FEATURES = [
@@ -119,7 +119,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], str | None]]
         "Qwen3ForCausalLM",
         {},
         set_later("model.layers.0.self_attn.is_causal", False),
-        "has is_causal=False",
+        "Qwen3Attention of layer 0 is not causal",
     ),
     "sinks": ("GptOssForCausalLM", {}, set_later("config._attn_implementation", "sdpa"), "has sinks"),
     "an indexer": ("Qwen3ForCausalLM", {}, set_later("config.index_topk", 2), "has sparse attention"),

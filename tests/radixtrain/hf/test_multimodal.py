@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import FULL
-from tiny_models import tiny_model
 
 from radixtrain import RadixCollator, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
+from tests.support import FULL
+from tests.support.models import tiny_model
 
 N = -100
 FEATURES = [

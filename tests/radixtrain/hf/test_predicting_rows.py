@@ -68,7 +68,7 @@ def test_a_bias_of_the_head_counts(tiny_qwen3: Any) -> None:
 def test_floats_of_the_features(name: str, tiny_qwen3: Any) -> None:
     """The weighted loss, and the gradient through log-probabilities is the same; no float reaches the model."""
     weights = [[0.0, 5.0, -0.5, 2.0], [0.0, 0.0, 0.5, 3.0], [0.0, 0.0], [0.0, 0.25, 0.0]]
-    features = [{**f, "loss_weights": w, "advantages": 1.0} for f, w in zip(FEATURES, weights, strict=True)]
+    features = [{**f, "loss_weights": w} for f, w in zip(FEATURES, weights, strict=True)]
     model = model_for(name, tiny_qwen3().double())
     batch = COLLATORS[name](features)
     weight = {(0, 9): -0.5, (0, 5): 2.0, (1, 9): 0.5, (1, 4): 3.0, (3, 2): 0.25}

@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import FEATURES, PROMPT, ROWS, batch_of, padded
-from tiers import cases
-from tiny_models import tiny_hybrid, tiny_qwen3
 from torch import Tensor, nn
 from transformers import Qwen3ForSequenceClassification
 
@@ -27,6 +24,10 @@ from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
+from tests.support import cases
+from tests.support.batches import padded
+from tests.support.models import tiny_hybrid, tiny_qwen3
+from tests.support.steps import FEATURES, PROMPT, ROWS, batch_of
 
 # Without the probe: its trial would meet the hooks here, which wait for another call, before the call itself does.
 pytestmark = pytest.mark.usefixtures("hooks_that_may_stay", "free_forks", "without_the_trial")

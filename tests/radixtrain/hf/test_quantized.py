@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from tiers import cases
-from tiny_models import tiny_qwen3
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -12,6 +10,8 @@ from radixtrain.hf.quantized import four_bit_layers, keep_trainable, with_plain_
 from radixtrain.testing import assert_within_reference_error
 from radixtrain.verification.oracle import float64_throughout
 from radixtrain.verification.report import TENSOR_FACTOR
+from tests.support import cases
+from tests.support.models import tiny_qwen3
 
 pytest.importorskip("bitsandbytes", reason="weights of 4 bits need bitsandbytes: pip install bitsandbytes")
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install peft")

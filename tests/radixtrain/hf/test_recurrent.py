@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from older_transformers import since
-from tiers import TRIES
 from torch import Tensor, nn
 from transformers import DynamicCache, Qwen3_5TextConfig
 from transformers.cache_utils import Cache
@@ -32,6 +30,8 @@ from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import cheapest_runs
+from tests.support import TRIES
+from tests.support.models import since
 
 RUNS, CHANNELS = 2, 3
 STOCK = since("5.21", "a cache has no method that reads its states")

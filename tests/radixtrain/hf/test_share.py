@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from tiers import FULL
-from tiny_models import tiny_model
 from torch import nn
 
 import radixtrain.hf.collated
@@ -16,6 +14,8 @@ from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.guards.model import Verdict
+from tests.support import FULL
+from tests.support.models import tiny_model
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 PADDED = {

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from same_step import assert_same_gradient, same
-from tiers import FULL, cases
-from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from radixtrain import RadixCollator, restore_model, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.verification.oracle import float64_throughout, gradients_of
+from tests.support import FULL, cases
+from tests.support.models import tiny_model
+from tests.support.steps import assert_same_gradient, same
 
 IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 0], [7, 8, 9, 5, 0, 0], [7, 8, 9, 5, 6, 0]])
 MASK = (IDS != 0).long()

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
 
 from radixtrain import share_prefixes, step_losses
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.errors import UserError
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
+from tests.support.models import tiny_model
 
 PROMPT = [7, 8, 9, 10, 11, 12]
 FEATURES = [{"input_ids": [*PROMPT, n, 2, n + 1], "labels": [*PROMPT, n, 2, n + 1]} for n in range(13, 17)]

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import FEATURES
 from peft import LoraConfig, get_peft_model
-from tiny_models import tiny_qwen3
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
@@ -22,6 +20,8 @@ from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.testing import relative_error
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
+from tests.support.models import tiny_qwen3
+from tests.support.steps import FEATURES
 
 BATCH = RadixCollator()(FEATURES)
 UNLABELLED = {name: value for name, value in BATCH.items() if name != "labels"}  # for compute_loss_func
@@ -41,6 +41,12 @@ def only_head(model: Any) -> Tensor:
 
 def with_adapters(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(r=2, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def smoothed(model: Any, batch: Any, factor: float) -> Any:
+    """As Trainer's function has it."""
+    logits = model(**{**UNLABELLED, RADIX: batch[RADIX]}).logits
+    return LabelSmoother(factor)({"logits": logits}, BATCH["labels"], shift_labels=True)
 
 
 def loss_of_ones_own(model: Any) -> Tensor:
@@ -64,6 +70,7 @@ REFUSED: dict[str, Callable[[Any], Tensor]] = {
     "of a head": only_head,
     "with adapters": lambda model: per_row(with_adapters(model)(**BATCH).logits),
     "a loss_function": loss_of_ones_own,
+    "Trainer's label smoothing": lambda model: smoothed(model, BATCH, 0.1),
     "beside the model's": lambda model: added(model(**BATCH)),
     "after the model's": lambda model: after(model(**BATCH)),
     "beside another batch": lambda model: model(**BATCH).loss + per_row(model(**BATCH).logits),
@@ -97,7 +104,7 @@ EXACT: dict[str, Callable[[Any], Tensor]] = {
     "divided by a number": lambda model: model(**BATCH, num_items_in_batch=7).loss * 7 / sum_of_labels(),
     "of labels that were changed": lambda model: model(**{**BATCH, "shift_labels": BATCH["labels"]}).loss,
     "vouched for": lambda model: summed(model(**VOUCHED).logits, VOUCHED),
-    "label smoothing of 0": lambda model: LabelSmoother(0.0)(model(**UNLABELLED), BATCH["labels"], shift_labels=True),
+    "label smoothing of 0": lambda model: smoothed(model, VOUCHED, 0.0),
 }
 
 
@@ -118,24 +125,6 @@ def test_exact(case: str, copied: bool, head_rows: list[tuple[int, int]]) -> Non
     flat = [torch.cat([each.flatten() for each in arm.tensors.values()]) for arm in (found, truth)]
     assert relative_error(*flat) <= 1e-12
     assert head_rows == [(BATCH["labels"].numel(), 21)]
-
-
-def test_smoothed(head_rows: list[tuple[int, int]]) -> None:
-    """Trainer's function on lazy logits, and on ordinary ones."""
-    arms = []
-    for token_loss in (False, True):
-        model = share_prefixes(tiny_qwen3())
-        batch = {**UNLABELLED, RADIX: RadixCollator(token_loss=token_loss)(FEATURES)[RADIX]}
-
-        def loss_of(model: Any = model, batch: Any = batch, whole: bool = token_loss) -> list[Tensor]:
-            logits = model(**batch).logits
-            logits = logits.clone() if whole else logits
-            return [LabelSmoother(0.1)({"logits": logits}, BATCH["labels"], shift_labels=True)]
-
-        with float64_throughout(model):
-            arms.append(gradients_of(model, loss_of))
-    flat = [torch.cat([each.flatten() for each in arm.tensors.values()]) for arm in arms]
-    assert relative_error(*flat) <= 1e-12 and head_rows == [(BATCH["labels"].numel(), 21)] * 2
 
 
 UNEVEN = [{**row, "labels": [-100] * 2 + row["input_ids"][2:]} for row in FEATURES]
@@ -216,12 +205,6 @@ PARTS: dict[str, Callable[[Any, Batch], Tensor]] = {
     "the last columns": in_parts(lambda x: [x[:, -2:].contiguous()]),
     "all, twice": in_parts(lambda x: [x, x]),
     "copied rows": in_parts(lambda x: [x[torch.tensor([0, 0])]]),
-    "vmap": lambda model, batch: torch.func.vmap(
-        lambda x, y: model.loss_function(logits=x[None], labels=y[None], vocab_size=x.shape[-1])
-    )(
-        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], radix=batch["radix"]).logits,
-        batch["labels"],
-    ).mean(),
 }
 
 

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_contents import tensors_of
-from tiers import FULL
-from tiny_models import tiny_qwen3
 from torch import nn
-from trainer_harness import settings
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.hf.guards.batch import on_device_of_rows
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support import FULL
+from tests.support.batches import tensors_of
+from tests.support.models import tiny_qwen3
+from tests.support.trainers import settings
 
 BAR = 1e-10
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]

@@ -5,9 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from answers import answers_of, batch_of
-from same_step import same_step
-from tiny_models import tiny_model
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -19,6 +16,9 @@ from radixtrain import RadixCollator, generate, share_prefixes
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.windows import mask_function, no_mask, on_mask
+from tests.support.batches import answers_of, batch_of
+from tests.support.models import tiny_model
+from tests.support.steps import same_step
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2, 3, 4, 5, 6], [7, 8, 9, 3])]
 

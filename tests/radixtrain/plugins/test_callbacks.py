@@ -5,7 +5,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from tiny_models import tiny_model
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -13,6 +12,7 @@ from radixtrain import RadixCollator, log_sharing, share_prefixes, sharing_repor
 from radixtrain.errors import UserError
 from radixtrain.plugins import lightning_callback, trainer_callback
 from radixtrain.verification.oracle import float64_throughout
+from tests.support.models import tiny_model
 
 IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 5], [7, 8, 9, 5, 4, 6], [7, 8, 9, 5, 6, 6]])
 ROWS = [{"input_ids": row, "labels": row} for row in IDS]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiers import FULL, cases
 from transformers import FSMTConfig, FSMTModel, LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
 import radixtrain
 from radixtrain.__main__ import main
 from radixtrain.commands.run import NOTHING_LOADED
 from radixtrain.plugins.from_pretrained import LoadedModel, _share
+from tests.support import FULL, cases
 
 PROGRAM = """\
 import os, sys
@@ -239,8 +239,11 @@ model.train()(input_ids=ids, labels=ids).loss.backward()
 @pytest.mark.parametrize(
     ("options", "line"),
     cases(
-        [((), "none of 1 calls shared; 1 not: dropout p=0.1"), (("--allow-dropout", "lora_dropout"), "1 of 1 calls")],
-        [((), "none of 1 calls shared; 1 not: dropout p=0.1")],
+        [
+            ((), "none of 1 calls shared; 1 not: Qwen3Model draws at random"),
+            (("--allow-dropout", "lora_dropout"), "1 of 1 calls"),
+        ],
+        [((), "none of 1 calls shared; 1 not: Qwen3Model draws at random")],
     ),
 )
 def test_a_call_that_would_be_refused_runs_as_it_is(folder, options, line):

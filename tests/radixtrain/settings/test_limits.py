@@ -43,7 +43,6 @@ data.max_tokens                    [1, 2147483647]
 data.max_length                    [2, 2147483647]
 data.group_by_prefix               [1, 32]
 data.min_shared_tokens             [1, 2147483647]
-data.pad_to_multiple_of            [1, 16384]
 data.dataset_num_proc              [1, 1024]
 data.dataloader_num_workers        [0, 1024]
 """

@@ -12,9 +12,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from outcomes import logged
-from tiers import cases
-from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 from radixtrain import position_wise
@@ -25,6 +22,9 @@ from radixtrain.errors import UserError
 from radixtrain.training.module import RadixModule
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support import cases
+from tests.support.models import tiny_model
+from tests.support.runs import logged
 
 SIZES = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from changed_runs import lose_screen
-from outcomes import summary
 from tqdm import tqdm
 
 from radixtrain.__main__ import main
@@ -17,6 +15,8 @@ from radixtrain.errors import Stopped
 from radixtrain.screen import NoticeHandler
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.progress import ProgressLines
+from tests.support.processes import lose_screen
+from tests.support.runs import summary
 
 METRICS = {
     **{"grad_norm": 1.321, "learning_rate": 2e-5, "loss": torch.tensor(1.23456), "r": 7.93, "best_r": 9.0},

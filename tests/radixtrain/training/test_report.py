@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outcomes import logged, names, summary
 
 from radixtrain.__main__ import main
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.explain.report import rounded
 from radixtrain.training.start.run_overview import data_entries, sharing_entry
+from tests.support.runs import logged, names, summary
 
 Arguments = Callable[..., list[str]]
 

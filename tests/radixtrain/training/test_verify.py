@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from same_step import with_wrong_keys
-from tiers import FULL, cases
 
 from radixtrain.__main__ import main
+from tests.support import FULL, cases
+from tests.support.steps import with_wrong_keys
 
 Arguments = Callable[..., list[str]]
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from plans import DEEP, FOREST, agent, comb, mask_pairs, plan_of, seen_pairs
 
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.chains import cascade
 from radixtrain.tree.layout import TreeLayout
+from tests.support.batches import DEEP, FOREST, agent, comb, mask_pairs, plan_of, seen_pairs
 
 
 def cut(sequences, most_rows=0, **options):
@@ -85,7 +85,7 @@ def test_every_pair_of_the_mask_is_in_one_call(sequences, min_shared_tokens, pad
     """And no call has a query or a key twice: their shares of a gradient are added without an order."""
     plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
     layout = TreeLayout.from_plan(plan)
-    for pieces in (layout.packed_pieces(), layout.pieces_on_host(most_rows), layout.separate_pieces):
+    for pieces in (layout.packed_pieces(), layout.pieces_on_host(most_rows)):
         assert sum((seen_pairs(piece, plan.num_rows) for piece in pieces), Counter()) == Counter(mask_pairs(plan))
         assert pieces[0].ragged.cu_seqlens_q[-1] == plan.num_rows, "the first meets every row"
         for rows in (rows for piece in pieces for rows in (piece.q_rows, piece.k_rows)):

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import send_to_device
-from batch_contents import as_python
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities import move_data_to_device
-from plans import DEEP, FOREST, mask_pairs, plan_of, seen_pairs
 from torch.utils.data import DataLoader
 
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.layout import SECTIONS, TreeLayout
+from tests.support.batches import DEEP, FOREST, as_python, mask_pairs, plan_of, seen_pairs
 
 META = torch.device("meta")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
-DERIVED = ["counts", "path_cu_seqlens_k", "path_keys", "segment_starts", "segment_parents", "subtree_ends"]
+DERIVED = ["path_cu_seqlens_k", "path_keys", "segment_starts", "segment_parents", "subtree_ends"]
 ARRAYS = [*(field.name for field in dataclasses.fields(PrefixPlan) if field.name != "num_padding"), *DERIVED]
 NO_PARENT = -1
 
@@ -103,7 +103,6 @@ def test_every_array_of_the_module_docstring_example():
     assert {name: getattr(plan, name).tolist() for name in ARRAYS} == {
         "gather_indices": [0, 1, 2, 9, 5, 10],
         "inverse_indices": [0, 1, 2, 0, 1, 4, 0, 1, 2, 3, 5],
-        "counts": [3, 3, 2, 1, 1, 1],
         "position_ids": [0, 1, 2, 3, 2, 0],
         "cu_seqlens": [0, 3, 6, 10, 11],
         "path_sequences": [2, 1, 3],
@@ -164,13 +163,12 @@ def test_plan_is_immutable(pad_to_multiple_of):
             getattr(plan, name)[0] = 9
         assert getattr(plan, name) is getattr(plan, name), "computed once"
     with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.counts = None
+        plan.num_padding = 0
 
 
 def test_plan_pickles_and_stays_immutable():
     plan = plan_of([[1, 2, 3], [1, 2, 4]], pad_to_multiple_of=16)
     unread = pickle.dumps(plan)
-    assert plan.counts.tolist()[:4] == [2, 2, 1, 1]
     assert plan.depth == 2
     assert pickle.dumps(plan) == unread, "what is derived is left out"
     again = pickle.loads(unread)
@@ -202,7 +200,6 @@ def test_rows_are_the_distinct_histories(batch, options):
     assert ids[plan.gather_indices][plan.inverse_indices].tolist() == ids.tolist()
     assert plan.position_ids[plan.inverse_indices].tolist() == places.tolist()
     assert plan.gather_indices[:unique].tolist() == [inverse.index(row) for row in range(unique)]
-    assert plan.counts.tolist() == [inverse.count(row) for row in range(plan.num_rows)]
     history_of_row = {}
     for history, packed in nodes.items():
         for token in packed:
@@ -262,7 +259,6 @@ def test_padding_changes_nothing_before_it(batch, min_shared_tokens, multiple):
     for name in ARRAYS:
         before = getattr(plain, name)
         assert getattr(padded, name)[: len(before)].tolist() == before.tolist()
-    assert padded.counts[plain.num_rows :].tolist() == [0] * padded.num_padding
 
 
 @settings(max_examples=50, deadline=None)

@@ -6,41 +6,41 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_contents import as_python
 from hypothesis import given
 from hypothesis import strategies as st
 
 from radixtrain import RadixCollator
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.tree.radix_inputs import RadixInputs, layout_of, with_radix
+from tests.support.batches import as_python
 
 FEATURES = [{"input_ids": [7, 8, 9, 1], "labels": [-100, 8, 9, 1]}, {"input_ids": [7, 8, 5], "labels": [-100, 8, 5]}]
-POLICY = [{**each, "old_logprobs": [0.0, -0.1, -1e-42]} for each in FEATURES[1:]]  # one of them denormal
+WEIGHTED = [{**each, "loss_weights": [0.0, -0.1, -1e-42]} for each in FEATURES[1:]]  # one of them denormal
 BATCHES = {
     "listed": lambda: RadixCollator()(FEATURES),
     "merged": lambda: RadixCollator(merge_labels=True)(FEATURES),
-    "policy": lambda: RadixCollator(merge_labels=True)(POLICY),
+    "weighted": lambda: RadixCollator(merge_labels=True)(WEIGHTED),
     "padded": lambda: PaddedCollator()(FEATURES),
 }
 LENGTHS = st.integers(0, 3)
 
 
 @given(LENGTHS, LENGTHS, LENGTHS, LENGTHS)
-def test_sections_come_back_bit_by_bit(num_bounds: int, num_rows: int, num_weights: int, num_floats: int) -> None:
+def test_sections_come_back_bit_by_bit(num_bounds: int, num_rows: int, num_weights: int, num_plan: int) -> None:
     """Of any length, in any order: an int64 never starts at an odd place."""
     tensors = {
         "cu_seqlens": torch.arange(num_bounds, dtype=torch.int32) - 1,
         "predictor_indices": torch.arange(num_rows) - 2**40,
         "loss_weights": torch.full((num_weights,), -0.0),
         "prediction_rows": torch.arange(num_rows),
-        "old_logprobs": torch.full((num_floats,), float("nan")),
+        "plan": torch.arange(num_plan, dtype=torch.int32),
     }
     radix = RadixInputs.of(**tensors, token_loss=True)
     assert radix.rows.dtype == torch.int32 and radix.token_loss and radix.host is radix.layout is None
     for name, tensor in tensors.items():
-        found = getattr(radix, name)
+        found = radix.tensor(name)
         assert found.dtype == tensor.dtype and found.numpy().tobytes() == tensor.numpy().tobytes()
-    assert radix.label_indices is radix.advantages is None
+    assert radix.label_indices is None
 
 
 def test_an_empty_section_may_have_any_stride() -> None:
@@ -70,11 +70,11 @@ def test_other_values_in_some_fields(name: str) -> None:
     """Of another dtype, new, none, and on the host; all else is as it was, and so is the batch that was given."""
     batch = BATCHES[name]()
     before = as_python(batch)
-    weights, advantages = torch.tensor([0.5, 0.25, 2.0]), torch.tensor([5.0])
-    changed = with_radix(batch, loss_weights=weights, advantages=advantages, place_rows=None, num_tokens=3)
+    weights, tokens = torch.tensor([0.5, 0.25, 2.0]), torch.tensor([5])
+    changed = with_radix(batch, loss_weights=weights, label_indices=tokens, place_rows=None, num_tokens=3)
     expected: dict[str, Any] = {
         **{name: value for name, value in before["radix"].items() if name != "place_rows"},
-        **as_python({"loss_weights": weights, "advantages": advantages, "num_tokens": 3}),
+        **as_python({"loss_weights": weights, "label_indices": tokens, "num_tokens": 3}),
     }
     assert as_python(changed["radix"]) == expected and as_python(batch) == before
 

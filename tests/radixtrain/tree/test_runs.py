@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from plans import DEEP, plan_of
 
 from radixtrain.testing import FREE_FORKS, ragged_batches
 from radixtrain.tree.runs import (
@@ -19,6 +18,7 @@ from radixtrain.tree.runs import (
     cheapest_runs,
     runs_of_segments,
 )
+from tests.support.batches import DEEP, plan_of
 
 CALLS_ONLY = RunCost(call=1.0, row=0.0, state=0.0)
 # The drawing of the module: A = [0, 3), B = [3, 5), C = [5, 7), D = [7, 10), E = [10, 12).

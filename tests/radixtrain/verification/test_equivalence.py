@@ -6,14 +6,14 @@ from typing import Any
 import peft
 import pytest
 import torch
-from plans import FEATURES
-from tiny_models import tiny_model
 
 from radixtrain import RadixCollator, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.share import options_of
 from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import ordinary_one_by_one
+from tests.support.batches import FEATURES
+from tests.support.models import tiny_model
 
 
 class TestTheRungs:

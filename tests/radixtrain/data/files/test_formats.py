@@ -16,14 +16,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from byte_tokenizer import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import TRIES
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Row, Source, UnreadRow, open_rows, read_rows
 from radixtrain.errors import DataError, UserError
+from tests.support import TRIES
+from tests.support.batches import byte_tokenizer
 
 
 def parquet(**columns: Any) -> bytes:

@@ -8,13 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import trl
-from byte_tokenizer import byte_tokenizer
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.readers import read_dataset, read_table
 from radixtrain.data.files.sources import open_rows
 from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import UserError
+from tests.support.batches import byte_tokenizer
 
 datasets = pytest.importorskip("datasets", reason="saved data sets: pip install datasets")
 

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import CHATML, byte_tokenizer
 
 from radixtrain.data.cache import Tokenized, tokenized
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source
 from radixtrain.settings.sections import DataSettings
+from tests.support.batches import CHATML, byte_tokenizer
 
-OF_THE_CACHE = ("on_bad_row", "dataset_num_proc", "cache_dir", "overwrite_cache")
+OF_THE_CACHE = ("on_bad_row", "dataset_num_proc", "cache_dir")
 
 
 @pytest.fixture

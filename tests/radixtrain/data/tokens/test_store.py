@@ -93,13 +93,13 @@ def test_several_sources_and_a_selection_of_them(tmp_path: Path) -> None:
     a, b = part(tmp_path / "a", 10, [1, 2]), part(tmp_path / "b", 20, [3], weight=0.5)
     corpus = Corpus([a, b])
     chosen = corpus.select(np.array([2, 0]))
-    for each, names, starts, lengths, weights in (
-        (corpus, [10, 11, 20], [0, 1, 3, 6], [1, 1, 2, 1, 2, 3], [1.0, 1.0, 0.5]),
-        (chosen, [20, 10], [0, 3, 4], [1, 2, 3, 1], [0.5, 1.0]),
-        (chosen.select(np.array([1])), [10], [0, 1], [1], [1.0]),
+    for each, names, lengths, weights in (
+        (corpus, [10, 11, 20], [1, 1, 2, 1, 2, 3], [1.0, 1.0, 0.5]),
+        (chosen, [20, 10], [1, 2, 3, 1], [0.5, 1.0]),
+        (chosen.select(np.array([1])), [10], [1], [1.0]),
     ):
         assert [int(samples[0].input_ids[0]) for samples in each] == names and len(each) == len(names)
-        assert (each.starts.tolist(), each.lengths.tolist()) == (starts, lengths)
+        assert each.lengths.tolist() == lengths
         assert each.weights is not None and each.weights.tolist() == weights
     assert corpus[-1][0].where == "b" and Corpus([a]).weights is None
     with pytest.raises(IndexError):

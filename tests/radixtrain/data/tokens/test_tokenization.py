@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import TRIES
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -26,6 +25,7 @@ from radixtrain.data.tokens.tokenization import (
     load_tokenizer,
 )
 from radixtrain.errors import DataError, UserError
+from tests.support import TRIES
 
 ROOT = Path(__file__).resolve().parents[4]
 TEXT = "The quick brown fox, 12 of them.\n\nIt's hé's ça!  Twice   blank\tand tab\n<think>\nno\n</think>"

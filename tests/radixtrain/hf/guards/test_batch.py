@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from older_transformers import IS_OLDER, since
-from tiers import FULL
-from tiny_models import tiny_model
 from torch import nn
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from radixtrain import RadixCollator, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.backbone import parts_of, pretrained_model_of
 from radixtrain.hf.guards import rules
-from radixtrain.hf.guards.batch import widest_head_dim
 from radixtrain.hf.guards.rules import RULES, WITHOUT
 from radixtrain.hf.share import check_takes_collated
+from tests.support import FULL
+from tests.support.models import IS_OLDER, since, tiny_model
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 MIXES = "computes a token from others, or from its place among them"
@@ -38,7 +37,7 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
         {"residual_dropout": 0.1},
         r"residual_dropout=0\.1.*allow_dropout=\['residual_dropout'\]",
     ),
-    ("DbrxForCausalLM", DBRX, r"has ffn_config\.moe_jitter_eps=0\.1: .*allow_dropout=\['moe_jitter_eps'\]"),
+    ("DbrxForCausalLM", DBRX, r"ffn\.router\.moe_jitter_eps=0\.1\): .*allow_dropout=\['moe_jitter_eps'\]"),
     # A state that only the layer knows, or that gets nothing of the batch.
     ("MiniMaxForCausalLM", {}, rf"MiniMaxModel {MIXES}, first in layer [01] \(MiniMaxDecoderLayer\)"),
     ("RecurrentGemmaForCausalLM", {}, rf"{MIXES}, first in layer 0 \(RecurrentGemmaDecoderLayer\)"),
@@ -245,75 +244,51 @@ def with_lora(model: Any, dropout: float, **settings: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(lora_dropout=dropout, init_lora_weights=False, **settings))
 
 
-class TestDropout:
-    """Of adapters, before a model is prepared and after it: it trained silently then, with a wrong gradient."""
+def dropout(model: Any) -> Any:
+    model.model.layers[1].mlp.act_fn = nn.Sequential(model.model.layers[1].mlp.act_fn, nn.Dropout(0.5))
+    return model
 
-    REFUSED = (
-        r"dropout p=0\.5 at '(model\.)?layers\.\d\..*_proj\.lora_dropout.default'.*allow_dropout=\['lora_dropout'\]"
-    )
 
-    def test_before_unless_allowed_by_name(self, tiny_qwen3):
-        model = with_lora(tiny_qwen3(), 0.5)
-        with pytest.raises(UserError, match=self.REFUSED):
-            share_prefixes(model)
-        assert share_prefixes(model, allow_dropout=["lora_dropout"]) is model
-        assert model(**RadixCollator()(FEATURES)).loss.isfinite()
+def noise(model: Any) -> Any:
+    embedding = model.get_input_embeddings()
+    embedding.neftune_noise_alpha = 5
+    embedding.register_forward_hook(neftune_post_forward_hook)
+    return model
 
-    @pytest.mark.parametrize("when", ["before", "after"])
-    def test_of_a_model_in_evaluation_mode(self, tiny_qwen3, when):
-        """It draws nothing: evaluation runs, and the first batch in training mode is refused."""
-        if when == "before":
-            model = share_prefixes(with_lora(tiny_qwen3(), 0.5).eval())
-        else:
-            model = with_lora(share_prefixes(tiny_qwen3()), 0.5).eval()
-        batch = RadixCollator()(FEATURES)
-        assert torch.equal(model(**batch).loss, model(**batch).loss)
-        with pytest.raises(UserError, match=self.REFUSED):
-            model.train()(**batch)
-        assert model(input_ids=torch.tensor([[7, 8, 9]])).logits.isfinite().all(), "ordinary batches may draw"
 
-    def test_an_adapter_on_the_head(self, tiny_qwen3):
-        model = with_lora(share_prefixes(tiny_qwen3(tie_word_embeddings=False)), 0.5, target_modules=["lm_head"])
-        with pytest.raises(UserError, match=r"dropout p=0\.5 at 'lora_dropout\.default'"):
-            model.train()(**RadixCollator()(FEATURES))
+DRAWS: dict[str, tuple[Callable[[Any], Any], str]] = {  # what draws; its number and the name by which it is allowed
+    "an adapter": (lambda model: with_lora(model, 0.5), r"q_proj\.lora_dropout\.default\.p=0\.5.*\['lora_dropout'\]"),
+    "on the head": (
+        lambda model: with_lora(model, 0.5, target_modules=["lm_head"]),
+        r"the head draws .*lora_dropout\.default\.p=0\.5.*\['lora_dropout'\]",
+    ),
+    "a module": (dropout, r"layers\.1\.mlp\.act_fn\.1\.p=0\.5.*\['1'\]"),
+    "noise": (noise, r"embed_tokens\.neftune_noise_alpha=5.*\['neftune_noise_alpha'\]"),
+}
 
-    def test_no_more_modules_than_before(self, tiny_qwen3):
-        model, batch = tiny_qwen3(), RadixCollator()(FEATURES)
-        model.model.layers[1].mlp.add_module("dropout", nn.Dropout(0.0))
-        assert share_prefixes(model.train())(**batch).loss.isfinite()
-        model.model.layers[1].mlp.dropout.p = 0.5
-        with pytest.raises(UserError, match=r"dropout p=0\.5 at 'layers\.1\.mlp\.dropout'"):
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws(tiny_qwen3: Callable[..., Any], name: str, is_early: bool) -> None:
+    """Put in before a model is shared, or after: nothing draws in evaluation, and training needs leave by name."""
+    change, refused = DRAWS[name]
+    model = tiny_qwen3(tie_word_embeddings=False)
+    model = change(model) if is_early else change(share_prefixes(model))
+    allowed = refused.rpartition("['")[2].partition("'")[0]
+    batch, padded = RadixCollator()(FEATURES), {"input_ids": torch.tensor([[7, 8, 9, 1], [7, 8, 9, 3]])}
+    share_prefixes(model.eval())
+    assert torch.equal(model(**batch).loss, model(**batch).loss)
+    with pytest.raises(UserError, match=refused):
+        model.train()(**batch)
+    if name == "on the head":  # which draws at every place of an ordinary batch
+        assert model(**padded).logits.isfinite().all()
+    else:
+        with pytest.raises(UserError, match=refused):
+            model(**padded)
+    assert model(input_ids=torch.tensor([[7, 8, 9]])).logits.isfinite().all(), "ordinary batches may draw"
+    for _ in range(2):
+        assert share_prefixes(model, allow_dropout=[allowed])(**batch).loss.isfinite()
+    dropout(pretrained_model_of(model))
+    if name != "a module":
+        with pytest.raises(UserError, match=r"act_fn\.1\.p=0\.5"):
             model(**batch)
-
-    def test_noise_on_the_embeddings(self, tiny_qwen3):
-        model = share_prefixes(tiny_qwen3()).train()
-        model.get_input_embeddings().neftune_noise_alpha = 5
-        for inputs in (RadixCollator()(FEATURES), {"input_ids": torch.tensor([[7, 8]] * 2)}):
-            with pytest.raises(UserError, match=r"NEFTune \(neftune_noise_alpha=5\)"):
-                model(**inputs)
-
-
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-LATENT = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 40}
-
-
-class TestHeadDim:
-    """The head dim by which a kernel is chosen."""
-
-    @pytest.mark.parametrize(
-        ("config", "expected"),
-        [
-            (transformers.LlamaConfig(**SIZES), 16),
-            (transformers.Qwen3Config(**SIZES, head_dim=32), 32),
-            (transformers.Gemma3Config(text_config={**SIZES, "head_dim": 32}), 32),
-            (transformers.GPT2Config(n_embd=64, n_head=4), 16),
-            (transformers.DeepseekV3Config(**SIZES, **LATENT), 40),
-            (transformers.DeepseekV3Config(**SIZES, **{**LATENT, "v_head_dim": 8}), 32),
-        ],
-    )
-    def test_is_the_widest(self, config: Any, expected: int) -> None:
-        assert widest_head_dim(config) == expected
-
-    def test_a_model_without_heads(self) -> None:
-        with pytest.raises(UserError, match="MambaConfig does not say its num_attention_heads, so no kernel"):
-            widest_head_dim(transformers.MambaConfig())

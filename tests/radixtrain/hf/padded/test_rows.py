@@ -11,7 +11,7 @@ import torch
 
 from radixtrain.errors import UserError
 from radixtrain.hf.padded.calls import PaddedRows
-from radixtrain.hf.padded.spread import PLACES_AT_A_TIME, check_gradient_at
+from radixtrain.hf.padded.places import PLACES_AT_A_TIME, check_gradient_at
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 

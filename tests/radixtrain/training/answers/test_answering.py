@@ -1,7 +1,5 @@
 """Answers, in float64: those of prompts computed one by one, and nothing of the process is changed."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from radixtrain import share_prefixes
 from radixtrain.data.prompts import Prompt
 from radixtrain.errors import UserError
 from radixtrain.settings.commands import AnswerSettings
-from radixtrain.training.answers import answering
 from radixtrain.training.answers.answering import answer_prompts, check_answering, fields_of_config
 from radixtrain.training.answers.predictions import PredictedAnswers
 from radixtrain.verification.oracle import float64_arithmetic
@@ -63,14 +60,22 @@ def answers(model, prompts, tokenizer, **options):
     ],
 )
 def test_shared_prompts_change_nothing(model, tokenizer, prompts, options):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answering, "_why_ordinary", lambda *_: "for comparison")
-        ordinary = answers(model, prompts, tokenizer, **options)
+    """Each answer is that of transformers' own `generate` to the prompt by itself, and so is its log-probability."""
+    fields = fields_of_config(AnswerSettings(**options), tokenizer, model, prompts)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor(prompt.token_ids)[None]
+        row = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **fields)
+        with torch.no_grad():
+            logits = model(row).logits[0, len(prompt.token_ids) - 1 : -1].log_softmax(-1)
+        tokens = row[0, len(prompt.token_ids) :]
+        expected.append((tokens.tolist(), logits.gather(1, tokens[:, None]).sum().item()))
     shared = answers(share_prefixes(model), prompts, tokenizer, **options)
-    for one, other in zip(shared.answers, ordinary.answers, strict=True):
-        assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-11)
-    assert shared.num_computed_tokens < ordinary.num_computed_tokens >= ordinary.num_prompt_tokens
+    for one, (tokens, logprob) in zip(shared.answers, expected, strict=True):
+        assert one.token_ids == tokens and one.text == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert one.finish_reason == ("stop" if tokens[-1] in fields["eos_token_id"] else "length")
+        assert one.logprob == pytest.approx(logprob, abs=1e-11)
+    assert shared.num_computed_tokens < shared.num_prompt_tokens
 
 
 def test_answers_end_where_they_should(model, tokenizer, prompts):
@@ -106,20 +111,9 @@ def test_draws_depend_on_the_seed(model, tokenizer, prompts):
     torch.set_rng_state(state)
 
 
-def test_a_model_with_a_recurrent_state_answers_by_transformers_own_way(tiny_hybrid, tokenizer, caplog):
-    model = tiny_hybrid("Qwen3.5").eval()
-    prompts = [Prompt(np.arange(start, 9), np.arange(0), f"a:{start}") for start in (1, 3)]
-    check_answering(model, tokenizer, prompts, AnswerSettings(max_new_tokens=3))
-    assert re.search(r"each prompt is computed by itself, .* Qwen3_5ForCausalLM has recurrent layers", caplog.text)
-    found = answers(model, prompts, tokenizer, max_new_tokens=3, generation_kwargs={"eos_token_id": None})
-    for prompt, answer in zip(prompts, found.answers, strict=True):
-        ids = torch.tensor(prompt.token_ids)[None]
-        expected = model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
-        assert answer.token_ids == expected[0, len(prompt.token_ids) :].tolist()
-        with torch.no_grad():
-            logits = model(expected).logits[0, len(prompt.token_ids) - 1 : -1].log_softmax(-1)
-        truth = logits.gather(1, torch.tensor(answer.token_ids)[:, None]).sum().item()
-        assert answer.logprob == pytest.approx(truth, abs=1e-6)
+def test_a_model_with_a_recurrent_state_is_refused_before_training(tiny_hybrid, tokenizer, prompts):
+    with pytest.raises(UserError, match=r"^evaluate_generation: Qwen3_5ForCausalLM has recurrent .*model\.generate"):
+        check_answering(tiny_hybrid("Qwen3.5").eval(), tokenizer, prompts, AnswerSettings(max_new_tokens=3))
 
 
 def test_what_only_generate_knows_is_an_error_of_the_user(model, tokenizer, prompts):

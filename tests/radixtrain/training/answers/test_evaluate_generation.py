@@ -8,13 +8,13 @@ import re
 import numpy as np
 import pytest
 import torch
-from outcomes import logged, names
 from safetensors.torch import load_file
-from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.errors import UserError
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration, _cell, load_metric
+from tests.support import FULL
+from tests.support.runs import logged, names
 
 GREEDY = {"evaluate_generation__metric": "exact_match", "evaluate_generation__max_new_tokens": 16}
 
@@ -47,7 +47,7 @@ def test_a_run_that_learns_the_answers(run, shop, tmp_path, capsys):
     out = tmp_path / "out"
     rows = [json.loads(line)["messages"] for line in (shop / "train.jsonl").read_text("utf-8").splitlines()]
     flags = {"data__validation_file": shop / "train.jsonl", "evaluate_generation__num_samples": 6}
-    assert run(trainer__max_epochs=12, trainer__check_val_every_n_epoch=6, **flags, **GREEDY) == 0
+    assert run(trainer__max_epochs=12, trainer__val_check_interval=30, **flags, **GREEDY) == 0
     scores = logged(out, "eval_exact_match")
     assert names(out / "answers") == ["step=30.csv", "step=60.csv"]
     for step, score in zip((30, 60), scores.values(), strict=True):
@@ -99,16 +99,6 @@ def test_validate(run, shop, tmp_path, capsys):
     assert "eval_exact_match" in capsys.readouterr().out
     assert names(tmp_path / "out" / "answers") == ["validate.csv"]
     assert len(table(tmp_path / "out" / "answers" / "validate.csv")) == 3
-
-
-@FULL
-@pytest.mark.usefixtures("wandb_offline")
-def test_wandb_gets_a_table(run, tmp_path):
-    assert run(trainer__max_steps=5, trainer__logger="wandb", **GREEDY) == 0
-    [file] = (tmp_path / "out" / "wandb").glob("offline-run-*/files/media/table/answers*.table.json")
-    found = json.loads(file.read_text())
-    assert found["columns"] == ["row", "prompt", "answer", "target", "score", "finish_reason"]
-    assert len(found["data"]) == 5
 
 
 @FULL

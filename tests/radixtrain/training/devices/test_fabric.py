@@ -47,9 +47,9 @@ GIVEN = {
     "fit FSDP2 --model.generate=true": "",
     "validate FSDP2 METRIC": "evaluate_generation.metric does not",
     "test FSDP2 METRIC": "",
-    "fit CPUS --trainer.num_nodes=2": "num_nodes 2: start the command on each machine with torchrun",
-    "torchrun fit CPUS --trainer.num_nodes=2": "",
-    "torchrun fit CPUS": r"devices 2 and trainer\.num_nodes 1: torchrun has started 2",
+    "fit CPUS --trainer.num_nodes=2": "num_nodes: torchrun or srun starts the ranks of several machines",
+    "torchrun fit CPUS": "",
+    "torchrun fit CPUS --trainer.devices=3": r"trainer\.devices 3: torchrun has started 2 processes on this",
     "fit SPLIT": "",
     "fit SPLIT --trainer.devices=1": "sp_size 2: this run has 1 rank, which it has to divide: 1",
     "fit SPLIT --trainer.devices=3": "sp_size 2: this run has 3 ranks, which it has to divide: 1",
@@ -69,7 +69,7 @@ def test_accepted_or_refused(environment, typed):
 
 @pytest.mark.parametrize(
     ("devices", "taken", "is_said"),
-    [("1", 1, False), ("auto", 1, False), ("0", 0, False), ("4", 1, True), ("[2,3]", [2], True), ("2,3", [2], True)],
+    [("1", 1, False), ("auto", 1, False), ("[1]", [1], False), ("4", 1, True), ("[2,3]", [2], True)],
 )
 def test_verify_takes_the_first_device(devices, taken, is_said, caplog):
     with caplog.at_level("INFO"):
@@ -82,8 +82,8 @@ def test_verify_takes_the_first_device(devices, taken, is_said, caplog):
 def test_a_launcher_says_how_many(environment, variables):
     assert default_devices() == {}
     environment(variables)
-    assert default_devices() == {"trainer.devices": 2, "trainer.num_nodes": 2}
-    strategy = fabric_of(settings("CPUS --trainer.devices=-1 --trainer.num_nodes=2"), "fit").strategy
+    assert default_devices() == {"trainer.devices": 2}
+    strategy = fabric_of(settings("CPUS --trainer.devices=auto"), "fit").strategy
     assert (strategy.global_rank, strategy.num_processes * strategy.num_nodes) == (1, 4)
     assert isinstance(strategy.cluster_environment, SlurmTasks) == (variables is SRUN)
 
@@ -105,7 +105,7 @@ def test_nccl_waits_longer_than_what_reports_a_hanging_rank(is_cuda, monkeypatch
 
 @pytest.mark.parametrize(
     ("accelerator", "num_visible", "is_refused"),
-    [("cpu", 1, False), ("auto", 0, False), ("auto", 2, False), ("auto", 1, True), ("gpu", 1, True)],
+    [("cpu", 1, False), ("auto", 0, False), ("auto", 2, False), ("auto", 1, True), ("cuda", 1, True)],
 )
 def test_tasks_that_do_not_see_all_gpus(environment, monkeypatch, accelerator, num_visible, is_refused):
     """Two tasks on each machine."""

@@ -2,14 +2,15 @@
 
 import errno
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
-from forked_ranks import on_ranks
-from loops import loop_on
-from tiers import FULL
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 
 from radixtrain.checkpoints.folder import read_checkpoint
@@ -17,12 +18,31 @@ from radixtrain.checkpoints.tensors import part_of
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
 from radixtrain.errors import EndedElsewhere, UserError
+from radixtrain.settings.sections import TrainerSettings
+from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
+from radixtrain.training.devices.fabric import Sharded
 from radixtrain.training.devices.fsdp2 import check_shardable
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite, nonfinite_weight
 from radixtrain.training.fault_tolerance.run_state import load_weights
+from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
+from radixtrain.training.fault_tolerance.signals import Requests
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.model_folder import save_hf_folder
+from radixtrain.training.results.record import Record
+from tests.support import FULL
+from tests.support.processes import on_ranks
+
+
+def loop_on(count: int = 1, strategy: str = "ddp", **settings: Any) -> Loop:
+    """On the CPU; on as many ranks, which have met. settings: of `trainer`."""
+    kind = Sharded if strategy == "fsdp2" else DDPStrategy
+    several: dict[str, Any] = {"strategy": kind(timeout=timedelta(minutes=5)), "devices": count} if count > 1 else {}
+    fabric = Fabric(accelerator="cpu", **{"devices": 1, **several})
+    folder = Path(mkdtemp())
+    record = Record(folder, SaveCheckpoints(folder / "checkpoints", Requests(), is_enabled=False))
+    given = TrainerSettings(**{"enable_progress_bar": False, **settings})
+    return Loop(fabric, given, folder, [], EvaluateGeneration(), {}, record=record)
 
 
 @pytest.fixture

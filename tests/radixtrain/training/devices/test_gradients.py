@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from forked_ranks import on_ranks
-from tiers import FULL
-from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 from torch import Tensor, nn
 
 from radixtrain.checkpoints.tensors import is_sharded, whole
@@ -26,6 +23,9 @@ from radixtrain.hf.share import share_prefixes
 from radixtrain.training.devices.fsdp2 import METHODS, shard
 from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support import FULL
+from tests.support.models import tiny_hybrid, tiny_model, tiny_qwen3
+from tests.support.processes import on_ranks
 
 EXACT = 1e-12  # of a tensor: the largest difference over the largest magnitude, in float64
 

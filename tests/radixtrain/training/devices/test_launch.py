@@ -7,11 +7,11 @@ import sys
 import time
 
 import pytest
-from forked_children import fork_children, rank_1_finds_an_error
-from tiers import FULL
 
 from radixtrain.training.devices import launch
 from radixtrain.training.devices.launcher_env import PARENT
+from tests.support import FULL
+from tests.support.processes import fork_children, rank_1_finds_an_error
 
 TWO = {"trainer__devices": 2, "trainer__accelerator": "cpu", "trainer__deterministic": True}
 ENDLESS = {**TWO, "trainer__max_epochs": 100_000}
@@ -63,7 +63,7 @@ def test_a_signal_to_one_process_ends_all(fit, tmp_path, number, place, code, sa
     [
         (rank_1_finds_an_error, {}, "error: rank 1: what only this rank can see"),
         (fork_children, {"model__model_name_or_path": "."}, "error: model.model_name_or_path '.': no weights"),
-        (fork_children, {"trainer__devices": "0,1", "trainer__strategy": "fsdp"}, "error: trainer.strategy fsdp: "),
+        (fork_children, {"trainer__devices": "[0,1]", "trainer__strategy": "fsdp"}, "error: trainer.strategy fsdp: "),
     ],
 )
 def test_an_error_is_told_once(fit, before, flags, said):

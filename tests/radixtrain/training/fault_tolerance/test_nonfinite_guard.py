@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from outcomes import assert_equal
 from safetensors.torch import load_file, save_file
-from tiers import FULL, cases
 from torch import Tensor, nn
 
 from radixtrain.__main__ import main
@@ -26,6 +24,8 @@ from radixtrain.training.fault_tolerance.nonfinite_guard import (
     nonfinite_weight,
 )
 from radixtrain.training.module import RadixModule
+from tests.support import FULL, cases
+from tests.support.runs import assert_equal
 
 NAN, ONE = torch.tensor(float("nan")), torch.tensor(1.0)
 WHERE = [f"a.jsonl:{line}" for line in range(1, 11)]

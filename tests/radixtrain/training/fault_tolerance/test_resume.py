@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from device_trajectories import metrics
-from outcomes import EXACT, assert_same_run
 from safetensors.torch import load_file, save_file
-from tiers import FULL, cases
 from transformers import AutoTokenizer
 
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import read_checkpoint, read_run
 from radixtrain.training.fault_tolerance import run_state
 from radixtrain.training.loop import Loop
+from tests.support import FULL, cases
+from tests.support.runs import EXACT, assert_same_run, metrics
 
 pytestmark = FULL
 
@@ -112,7 +111,7 @@ def test_a_template_sees_the_day_on_which_its_run_began(ran, refused, arguments,
     ran("then", trainer__max_steps=4, ckpt_path="last", **flags)
     assert {read_run(at(folder, step))["data"]["template_date"] for step in (2, 4)} == {"2020-02-29"}
     told = refused(trainer__max_steps=6, ckpt_path=at(folder, 4), data__template_date="2020-03-01", **flags)
-    assert "data.template_date was 2020-02-29 and is 2020-03-01; give the value of the run" in told
+    assert "belongs to other steps or rows: digest was " in told
     assert "must be a date such as 2026-11-27; got '2020-02-30'" in refused(data__template_date="2020-02-30", **flags)
 
     def predicted(**flags: Any) -> str:

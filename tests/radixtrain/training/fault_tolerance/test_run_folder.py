@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
-from killed_in_a_fork import kills_at_file_operations
-from outcomes import names
 
 from radixtrain.checkpoints.atomic import WRITTEN, writing_file
 from radixtrain.errors import UserError
@@ -25,6 +23,7 @@ from radixtrain.training.fault_tolerance.run_folder import (
     locked,
     rename_earlier_run,
 )
+from tests.support.runs import kills_at_file_operations, names
 
 
 def write(path: Path, text: str = "") -> None:

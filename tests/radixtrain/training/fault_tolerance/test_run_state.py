@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forged_checkpoints import a_run
 
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import Checkpoint, write_checkpoint
@@ -21,6 +20,7 @@ from radixtrain.training.fault_tolerance.run_state import (
     trained_weights,
 )
 from radixtrain.training.module import RadixModule
+from tests.support.runs import a_run
 
 
 def test_random_generators_go_on_where_they_were() -> None:

@@ -4,12 +4,12 @@ import time
 from pathlib import Path
 
 import pytest
-from counting_trainer import CountingTrainer, written
 
 from radixtrain.errors import Stopped, UserError
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite
 from radixtrain.training.fault_tolerance.run_state import Position
 from radixtrain.training.fault_tolerance.signals import Stop
+from tests.support.runs import CountingTrainer, written
 
 TERM = Stop("SIGTERM", 143)
 

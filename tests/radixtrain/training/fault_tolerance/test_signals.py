@@ -1,4 +1,4 @@
-"""Signals, files in a folder and jobs of SLURM: what is requested, and what `fit` and `predict` do then."""
+"""Signals and jobs of SLURM: what is requested, and what `fit` and `predict` do then."""
 
 import logging
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outcomes import names
-from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.errors import Stopped
 from radixtrain.training.fault_tolerance import signals as module
 from radixtrain.training.fault_tolerance.signals import HANDLED, Requests, Stop
 from radixtrain.training.module import RadixModule
+from tests.support import FULL
+from tests.support.runs import names
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def send(number: int) -> None:
 
 def test_after_training_the_message_says_how_to_get_the_model(tmp_path: Path) -> None:
     message = "after the last step; --ckpt_path last writes the model"
-    with pytest.raises(Stopped, match=message), Requests(tmp_path) as requests:
+    with pytest.raises(Stopped, match=message), Requests() as requests:
         with requests.deferred():
             pass
         send(signal.SIGTERM)
@@ -54,7 +54,7 @@ def test_after_training_the_message_says_how_to_get_the_model(tmp_path: Path) ->
 def test_while_answers_are_generated_it_raises_at_once(tmp_path: Path, is_early: bool) -> None:
     """Also if it came just before."""
     said = "stopped by SIGTERM while answers were generated; what was trained is saved"
-    with pytest.raises(Stopped, match=said), Requests(tmp_path) as requests, requests.deferred():
+    with pytest.raises(Stopped, match=said), Requests() as requests, requests.deferred():
         if is_early:
             send(signal.SIGTERM)
         with requests.at_once():
@@ -82,7 +82,7 @@ class TestSlurm:
     def test_only_usr1_that_is_saved_requeues(
         self, tmp_path: Path, job: list[str], number: int, error: BaseException, asked: list[str]
     ) -> None:
-        with pytest.raises(type(error)), Requests(tmp_path) as requests, requests.deferred():
+        with pytest.raises(type(error)), Requests() as requests, requests.deferred():
             send(number)
             assert requests.stop is not None and not requests.save
             raise error
@@ -92,7 +92,7 @@ class TestSlurm:
         self, tmp_path: Path, job: list[str], clock: list[float], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(module.os, "_exit", lambda code: pytest.fail("left"))
-        with pytest.raises(Stopped), Requests(tmp_path) as requests, requests.deferred():
+        with pytest.raises(Stopped), Requests() as requests, requests.deferred():
             send(signal.SIGUSR1)
             clock[0] += 60
             send(signal.SIGTERM)
@@ -104,46 +104,26 @@ def test_handlers_are_restored_and_ignored_signals_stay_ignored(tmp_path: Path) 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     before = [signal.getsignal(number) for number in HANDLED]
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # which request a save
-        with Requests(tmp_path) as requests:
+        with Requests() as requests:
             send(signal.SIGHUP)
             send(number)
             assert requests.stop is None and requests.save
     assert [signal.getsignal(number) for number in HANDLED] == before
 
 
-def test_another_thread_has_only_the_files(tmp_path: Path) -> None:
+def test_another_thread_leaves_the_handlers_alone() -> None:
     before = [signal.getsignal(number) for number in HANDLED]
     found: list[bool] = []
 
     def run() -> None:
-        with Requests(tmp_path) as requests:
-            (tmp_path / "save").touch()
-            requests.poll()
-            found.append(requests.save and [signal.getsignal(number) for number in HANDLED] == before)
+        with Requests() as requests:
+            found.append(requests.poll() == (None, False))
+            found.append([signal.getsignal(number) for number in HANDLED] == before)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert found == [True]
-
-
-class TestFiles:
-    def test_those_that_were_there_before_stay(
-        self, tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        (tmp_path / "stop").write_text("data of mine")
-        (tmp_path / "save").mkdir()
-        with caplog.at_level(logging.WARNING), Requests(tmp_path) as requests:
-            requests.poll()
-            assert not requests.save and requests.stop is None
-            os.utime(tmp_path / "stop", (1, 1))  # touched
-            clock[0] += 1
-            requests.poll()
-            assert requests.stop
-        assert [record.message for record in caplog.records] == [
-            f"{tmp_path / 'stop'}: was there before the run, and is ignored; touch it to request"
-        ]
-        assert [path.name for path in tmp_path.iterdir()] == ["save"]
+    assert found == [True, True]
 
 
 @pytest.fixture
@@ -233,14 +213,11 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return register
 
 
-def test_files_save_and_stop(arguments: Arguments, at_step: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.0)
-    out = tmp_path / "out"
-    at_step(2, (out / "save").touch)
-    at_step(4, (out / "stop").touch)
+def test_a_signal_saves_and_another_one_stops(arguments: Arguments, at_step: Any, tmp_path: Path) -> None:
+    at_step(2, lambda: send(signal.SIGUSR1))
+    at_step(4, lambda: send(signal.SIGINT))
     assert main(arguments(trainer__max_steps=9)) == 130
-    assert names(out / "checkpoints") == ["last", "step=2", "step=4"]
-    assert not (out / "save").exists() and not (out / "stop").exists()
+    assert names(tmp_path / "out" / "checkpoints") == ["last", "step=2", "step=4"]
 
 
 @FULL

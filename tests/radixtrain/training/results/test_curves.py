@@ -7,7 +7,7 @@ import pytest
 from matplotlib.image import imread
 
 from radixtrain.checkpoints.atomic import WRITTEN
-from radixtrain.training.results.curves import Part, read_curves, write_curves
+from radixtrain.training.results.record import Part, read_curves, write_curves
 
 HEADER = "eval_loss,learning_rate,loss,r,step,tokens_per_second\n"
 

@@ -6,8 +6,6 @@ import shutil
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from tiers import FULL
-from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
@@ -20,6 +18,8 @@ from radixtrain.training.results.model_folder import (
     card_and_settings,
     save_hf_folder,
 )
+from tests.support import FULL
+from tests.support.models import tiny_model
 
 OURS = {CARD: MARK}
 

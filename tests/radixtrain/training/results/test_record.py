@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from outcomes import logged, summary
 from safetensors.torch import load_file
-from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.errors import Stopped, UserError
 from radixtrain.training.module import RadixModule
-from radixtrain.training.results.curves import read_curves
-from radixtrain.training.results.record import Progress, Record, status_of_run
+from radixtrain.training.results.record import Progress, Record, read_curves, status_of_run
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support import FULL
+from tests.support.runs import logged, summary
 
 Arguments = Callable[..., list[str]]
 ANSWER = "You name the hammer, the saw and the file: where is fruit?"  # to no question of the training

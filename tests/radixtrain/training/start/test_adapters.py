@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import FULL
-from tiny_models import tiny_model, tiny_qwen3
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +14,8 @@ from radixtrain.training.module import RadixModule
 from radixtrain.training.start import loading
 from radixtrain.training.start.loading import check_quantized, load_trainable, merged
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support import FULL
+from tests.support.models import tiny_model, tiny_qwen3
 
 pytest.importorskip("peft", reason="adapters need peft: pip install peft")
 needs_bitsandbytes = pytest.mark.skipif(

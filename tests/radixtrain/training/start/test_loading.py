@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiers import FULL, cases
-from tiny_models import tiny_config, tiny_model, tiny_qwen3
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3Config
 
 from radixtrain.errors import UserError
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.module import RadixModule
 from radixtrain.training.start.loading import auto_class, layer_period, load_model, load_trainable, random_trainable
+from tests.support import FULL, cases
+from tests.support.models import tiny_config, tiny_model, tiny_qwen3
 
 IDS = torch.tensor([[1, 2, 3]])
 

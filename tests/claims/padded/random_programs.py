@@ -15,27 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny_models import tiny_model
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from radixtrain import share_prefixes
 from radixtrain.errors import UserError
-
-__all__ = [
-    "BATCH",
-    "LOSSES",
-    "PADDED",
-    "Line",
-    "Program",
-    "Run",
-    "compare",
-    "difference",
-    "note",
-    "program",
-    "tiny_pair",
-]
+from tests.support.models import tiny_model
 
 V = 11
 IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 5], [7, 8, 9, 5, 3, 2], [7, 8, 9, 5, 6, 4]])
@@ -130,7 +116,7 @@ FUNCTIONS: dict[str, Step] = {
     "F.log_softmax": lambda run, x, rng: functional.log_softmax(x, dim=-1),
     "log_softmax in float64": lambda run, x, rng: x.log_softmax(-1, dtype=torch.float64),
     "softmax": lambda run, x, rng: torch.softmax(x, dim=-1),
-    "softmax of places": lambda run, x, rng: x.softmax(0),
+    "log_softmax of places": lambda run, x, rng: x.log_softmax(0),
     "times a tensor": lambda run, x, rng: x * factor_for(x),
     "square": lambda run, x, rng: x * x,
     "where": lambda run, x, rng: torch.where(factor_for(x) > 1.2, x, x.detach()),
@@ -138,7 +124,6 @@ FUNCTIONS: dict[str, Step] = {
     "the same": lambda run, x, rng: Same.apply(x),
     "checkpoint head": lambda run, x, rng: checkpoint(run.model.lm_head, x, use_reentrant=rng.random() < 0.5),
     "checkpoint": lambda run, x, rng: checkpoint(lambda y: (y / 3).softmax(-1), x, use_reentrant=rng.random() < 0.5),
-    "vmap": lambda run, x, rng: torch.func.vmap(lambda row: row * 2)(x),
 }
 
 

@@ -7,13 +7,6 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-from torch import nn
-from torch.nn.functional import linear
-
-from radixtrain.hf.guards import code
-from radixtrain.tree.radix_inputs import with_radix
-
 
 def mean_not_scaled() -> None:
     """The loss is not multiplied by the world size: data-parallel reduction averages, so the gradient is too small."""
@@ -110,11 +103,14 @@ MUTATIONS: list[Callable[[], None]] = [
 
 def labels_once_on_each_rank() -> None:
     """Every rank of a group counts a label as often as the group has ranks."""
+    from radixtrain.tree.radix_inputs import with_radix
+
     _change_split(lambda part, rank, size: with_radix(part, loss_weights=part["radix"].loss_weights * size))
 
 
 def last_prediction_left_out() -> None:
     """As by a border between two ranks that is off by one."""
+    from radixtrain.tree.radix_inputs import with_radix
 
     def changed(part: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         weights = part["radix"].loss_weights.clone()
@@ -164,17 +160,22 @@ SPLIT_MUTATIONS: list[Callable[[], None]] = [
     heads_in_another_order,
     gradients_averaged_over_groups,
 ]
+
+
 """Of runs with `sp_size`."""
 
 
 def weight_read_unsharded() -> None:
     """The head multiplies by the weight that the model had before it was sharded."""
+    from torch.nn.functional import linear
+
+    from radixtrain.hf.guards import code
 
     def captured(hooks: Any) -> None:
         head = hooks.model.get_output_embeddings()
         weight = head.weight
         head.forward = lambda rows: linear(rows, weight)
-        code.KNOWN |= {__name__}
+        code.KNOWN |= {__name__.partition(".")[0]}
 
     _change_install(lambda hooks, backbone: captured(hooks) or backbone)
 
@@ -186,6 +187,8 @@ def hook_lost_by_wrapping() -> None:
 
 def gradient_reduced_twice() -> None:
     """What the ranks' gradients add up to is accumulated twice."""
+    import torch.distributed as dist
+
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # torch 2.12
     reduce = getattr(dist, name)
 
@@ -198,10 +201,12 @@ def gradient_reduced_twice() -> None:
 
 
 SHARDED_MUTATIONS: list[Callable[[], None]] = [weight_read_unsharded, hook_lost_by_wrapping, gradient_reduced_twice]
+
+
 """Of models that FSDP shards."""
 
 
-def _change_install(change: Callable[[Any, nn.Module], nn.Module]) -> None:
+def _change_install(change: Callable[[Any, Any], Any]) -> None:
     from radixtrain.hf.hooks import BackboneHooks
 
     install = BackboneHooks.install

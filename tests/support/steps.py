@@ -1,28 +1,129 @@
-"""One padded batch through an ordinary model and through its copy with `share_prefixes`: loss and every gradient.
+"""One step, ordinary and shared: the comparators of loss and gradients, and random programs on what a model returns."""
 
-The ordinary model is the oracle: it runs on the same padded batch. Both compute in float64 throughout.
+from __future__ import annotations
 
-    B rows, L columns, T kept tokens, D hidden, V vocabulary
-
-What a model generates, before and after `share_prefixes`.
-"""
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from padded_batches import PaddedBatch
-from same_step import same
 from torch import Tensor, nn
 
-from radixtrain import share_prefixes, sharing_report
+import radixtrain.hf.attention_interface
+from radixtrain import RadixCollator, restore_model, share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of
+from radixtrain.hf.recurrent import Mixer
 from radixtrain.hf.sharing_report import SharingReport
-from radixtrain.verification.oracle import float64_throughout, gradients_of
+from radixtrain.tree.radix_inputs import layout_of
+from radixtrain.tree.runs import cheapest_runs
+from radixtrain.verification.equivalence import compare_gradients
+from radixtrain.verification.oracle import (
+    Features,
+    Gradients,
+    float64_throughout,
+    float64_truth,
+    gradients_of,
+    radix_batch,
+)
+from radixtrain.verification.report import Rung
+from tests.support import cases
+from tests.support.batches import PaddedBatch
+
+# The one comparator: loss and every gradient are those of the ordinary model, in float64 throughout.
+#
+# Whatever a step is (a batch, micro-batches, passes, images, layers that fork), it is the terms of its loss.
+#
+# A bar for what only float32 can show: the noise of two ordinary runs, measured in the same test.
+#
+# Exactness belongs to float64 (`float64_arithmetic`, `float64_throughout`). Where a test has to compute in float32, no
+# number is a bar for every processor: each has instructions and libraries of its own, which add in another order.
+#
+# Tree attention whose keys are wrong: a mistake that a comparison has to find.
+
+
+BAR = 1e-12  # relative L2 of each parameter's gradient, and of the loss
+Terms = Callable[[Any], Iterable[Tensor]]
+"""Given a prepared model: the terms of the loss of one step, each of which goes backward by itself."""
+
+
+def step_in_float64(model: Any, truth: Gradients | Features, ours: Terms, **options: Any) -> Rung:
+    """The errors of a step. The model is as it came from Hugging Face afterwards.
+
+    truth: the true gradient, or features, whose true gradient is that of each sequence by itself.
+    options: of `share_prefixes`.
+    """
+    exact = truth if isinstance(truth, Gradients) else float64_truth(restore_model(model), truth)
+    with float64_throughout(restore_model(model)):
+        prepared = share_prefixes(model, **options)
+        try:
+            found = gradients_of(prepared, lambda: ours(prepared))
+        finally:
+            restore_model(model)
+    return compare_gradients("float64", exact, exact, found)
+
+
+def same(truth: Gradients, found: Gradients, *, what: Any = "", bar: float = BAR) -> Rung:
+    """Assert that loss and every gradient of two arms are equal, and return their errors. what: for the message."""
+    assert found.tensors.keys() == truth.tensors.keys(), what
+    return _within(compare_gradients("float64", truth, truth, found), what, bar)
+
+
+def same_gradient(model: Any, loss_of: Callable[[Any], Tensor], share: Callable[[Any], Any] = share_prefixes) -> Rung:
+    """Assert that `loss_of(model)` and its gradients are the same before and after `share(model)`; return the errors.
+
+    The report counts the calls of the second loss, and of the first one if `share` had been called before.
+    """
+    with float64_throughout(model):
+        truth = gradients_of(model, lambda: [loss_of(model)])
+        return same(truth, gradients_of(share(model), lambda: [loss_of(model)]))
+
+
+def assert_same_gradient(
+    model: Any, loss_of: Callable[[Any], Tensor], share: Callable[[Any], Any] = share_prefixes
+) -> SharingReport:
+    """Assert as `same_gradient` does, and return what was shared."""
+    same_gradient(model, loss_of, share)
+    return sharing_report(model)
+
+
+def same_step(
+    model: Any, truth: Gradients | Features, ours: Terms, *, bar: float = BAR, what: Any = "", **options: Any
+) -> Rung:
+    """Assert that loss and gradients are the true ones, and return their errors.
+
+    what: for the message. The rest as for `step_in_float64`.
+    """
+    return _within(step_in_float64(model, truth, ours, **options), what, bar)
+
+
+def _within(rung: Rung, what: Any, bar: float) -> Rung:
+    assert not rung.failed, f"{what}: {rung.reason}"
+    assert rung.worst.radix <= bar and rung.loss.radix <= bar, f"{what}: {rung.worst}, loss {rung.loss.radix:.1e}"
+    return rung
+
+
+def with_wrong_keys(patch: pytest.MonkeyPatch, by: float = 1e-3, forward: bool = False, above: int = 0) -> None:
+    """Keys, or only their gradients, are off by this factor, in batches of more rows than `above`."""
+    attend = radixtrain.hf.attention_interface.tree_attention
+
+    def broken(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        wrong = key * (1 + by) if forward else key + by * (key - key.detach())
+        return attend(query, wrong if len(key) > above else key, value, *args, **options)
+
+    patch.setattr(radixtrain.hf.attention_interface, "tree_attention", broken)
+
+
+# One padded batch through an ordinary model and through its copy with `share_prefixes`: loss and every gradient.
+#
+# The ordinary model is the oracle: it runs on the same padded batch. Both compute in float64 throughout.
+#
+#     B rows, L columns, T kept tokens, D hidden, V vocabulary
+#
+# What a model generates, before and after `share_prefixes`.
 
 
 @dataclass(frozen=True)
@@ -42,7 +143,7 @@ class Reads:
     @classmethod
     def draw(
         cls, rng: np.random.Generator, width: int, *, has_own_loss: bool, can_keep: bool, has_router: bool
-    ) -> "Reads":
+    ) -> Reads:
         """width: columns of the batch. The rest says what the model has."""
         keep = int(rng.integers(1, width + 1)) if can_keep and rng.random() < 0.25 else 0
         own_loss = has_own_loss and not keep and rng.random() < 0.3  # labels are of all places
@@ -156,8 +257,8 @@ def in_float64(model: Any, **fields: Any) -> Iterator[Pair]:
         yield pair
 
 
-IDS = torch.tensor([[0, 0, 7, 8, 9, 1], [7, 8, 9, 1, 2, 3], [0, 7, 8, 9, 1, 2]])
-PROMPTS = {"input_ids": IDS, "attention_mask": (IDS != 0).long()}
+PROMPT_IDS = torch.tensor([[0, 0, 7, 8, 9, 1], [7, 8, 9, 1, 2, 3], [0, 7, 8, 9, 1, 2]])
+PROMPTS = {"input_ids": PROMPT_IDS, "attention_mask": (PROMPT_IDS != 0).long()}
 
 
 def generated(model: Any, **options: Any) -> Any:
@@ -176,3 +277,42 @@ def assert_generates_the_same(model: Any, **options: Any) -> None:
     assert report.num_shared == 0 and report.num_generating > 0, f"{report.num_shared} calls shared: {report}"
     assert torch.equal(plain.sequences, shared.sequences)
     assert all(map(torch.equal, plain.scores, shared.scores))
+
+
+# Tiny models with recurrent layers against the stock model: rows that fork, and what equal means.
+#
+# The truth is the stock model on each row by itself, in float64 with every cast lifted; forks are forced, because rows
+# as short as these pay for none (the fixture `free_forks`).
+
+
+Build = Callable[..., Any]
+KINDS = ["Qwen3.5", "Bamba", "LFM2"]
+ONE_KIND = pytest.mark.parametrize("kind", cases(KINDS, ["Qwen3.5"]))  # `make test` runs only that
+PROMPT = [7, 8, 9, 1, 2, 3, 11, 4, 6, 5]
+ROWS = [
+    [*PROMPT, 4, 5, 6, 10, 21],
+    [*PROMPT, 4, 5, 12, 13],
+    [*PROMPT, 31],
+    [*PROMPT[:6], 17, 18, 19, 20],
+    [*PROMPT[:6], 17, 22],
+    [30, 33, 36, 39],
+]
+FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in ROWS]
+
+
+def batch_of(features: Any = FEATURES) -> dict[str, Any]:
+    batch = RadixCollator()(features)
+    assert cheapest_runs(*layout_of(batch).segments).num_forks, "these rows do not fork"
+    return batch
+
+
+def assert_exact(model: Any, truth: Any, arm: Callable[[], Iterator[Tensor]] | None = None) -> None:
+    """A prepared model has the true gradient. arm: the terms of its loss, by default of one batch with forks."""
+    with float64_throughout(model):
+        found = gradients_of(model, arm or (lambda: radix_batch(model, batch_of())))
+    same(truth, found)
+
+
+def mixers_in(model: nn.Module) -> list[Mixer]:
+    found = [getattr(module.__dict__.get("forward"), "__self__", None) for module in model.modules()]
+    return [each for each in found if isinstance(each, Mixer)]

@@ -1,21 +1,193 @@
-"""The families of docs/families.md: every causal language model class of transformers, and the multimodal ones.
+"""Tiny models of every family of transformers, and which tests an older transformers cannot run."""
 
-`make test` runs `QUICK`, which has each mechanism once, and `make test-full` runs all. Whether a family is equal or
-refused is not written here: the test finds it.
-
-The tables of recipes/benchmarks/families.md, written from a run of the tests of model families.
-"""
-
+import inspect
 import re
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
-from tiny_models import WINDOW, tiny_model
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, __version__
+
+from radixtrain.versions import transformers_is_before
+
+# Tests beside an older transformers: one that needs what it lacks skips, and says what.
+#
+# constraints.txt has the one that the tests were written with. `make test-versions` runs them beside older ones.
+
+
+CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
+IS_OLDER = transformers_is_before(re.findall(r"^transformers==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)[0])
+
+
+def since(version: str, what: str) -> pytest.MarkDecorator:
+    """The mark of a test. what: of older versions, which it cannot be right beside."""
+    return pytest.mark.skipif(transformers_is_before(version), reason=f"before transformers {version}: {what}")
+
+
+NEEDS_FORKS = since("5.21", "states of recurrent layers do not fork")
+PASSED_ON = since("5.3", "GPT-2 and StableLM pass nothing of a radix batch on to their backbone")
+
+
+def skip_missing(name: str) -> NoReturn:
+    """name: a class of transformers that this test needs, and an older one does not have."""
+    pytest.skip(f"transformers {__version__} has no {name}")
+
+
+# Tiny models of any Hugging Face class: two layers, 32 wide, 64 tokens, random weights of order one.
+#
+# Each configuration class has names of its own for its sizes (`hidden_size`, `n_embd`, `d_model`). `tiny_config`
+# replaces the sizes that the default has by the small ones below, in its parts too (`text_config`, `vision_config`),
+# and then applies the settings of the family.
+
+
+WINDOW = 4  # of every sliding window and chunk, in tokens; the sequences of a test are longer
+SMALL = {
+    32: """hidden_size d_model n_embd embed_dim emb_dim embedding_size word_embed_proj_dim output_dim out_hidden_size
+        lru_width projection_dim attention_hidden_size intermediate_size_mlp""",
+    64: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim dff dim_ff d_ff n_inner d_inner ffn_hidden_size
+        feed_forward_size mamba_d_ssm vocab_size vocab_size_per_layer_input""",
+    16: """moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size
+        moe_shared_expert_intermediate_size q_lora_rank mamba_d_head mamba_head_dim mamba_headdim""",
+    12: "qk_head_dim",
+    8: """head_dim dim_head d_head d_kv kv_channels swa_head_dim kv_lora_rank o_lora_rank qk_nope_head_dim
+        index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state ssm_state_size state_size
+        mamba_chunk_size chunk_size hidden_size_per_layer_input num_mel_bins""",
+    6: "v_head_dim",
+    4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads
+        swa_num_attention_heads qk_rope_head_dim rotary_dim num_experts num_local_experts n_routed_experts
+        moe_num_experts index_topk mamba_n_heads mamba_num_heads time_step_rank mamba_dt_rank image_seq_length
+        mm_tokens_per_image num_image_tokens""",
+    2: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers
+        num_decoder_layers depth num_key_value_heads swa_num_key_value_heads kv_n_heads num_experts_per_tok
+        num_experts_per_token moe_topk moe_top_k moe_k top_k_experts n_group num_expert_group zero_expert_num o_groups
+        index_n_heads linear_num_heads linear_num_key_heads linear_num_value_heads n_mamba_heads mamba_expand
+        spatial_merge_size temporal_patch_size num_query_tokens""",
+    1: """topk_group n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers
+        moe_layer_start_index n_groups mamba_n_groups""",
+    128: """max_position_embeddings n_positions n_ctx max_seq_len model_max_length max_source_positions
+        max_target_positions context_length""",
+    28: "image_size",
+    14: "patch_size",
+    3: "num_channels in_channels",
+}
+NAMES_OF_WINDOWS = "sliding_window sliding_window_size attention_window_size window_size attention_chunk_size"
+TINY = {name: size for size, names in SMALL.items() for name in names.split()}
+TINY |= dict.fromkeys(NAMES_OF_WINDOWS.split(), WINDOW) | {"local_attention": 2 * WINDOW}  # which counts both sides
+# Ids inside the vocabulary that no sequence of the test contains.
+TOKENS = """bos_token_id eos_token_id decoder_start_token_id image_token_id image_token_index video_token_id
+    video_token_index audio_token_id audio_token_index vision_start_token_id vision_end_token_id boi_token_id
+    eoi_token_id boi_token_index eoi_token_index boa_token_id eoa_token_id eoa_token_index image_start_token_id
+    image_end_token_id audio_start_token_id audio_end_token_id"""
+TINY |= {"pad_token_id": 0, **{name: 40 + index for index, name in enumerate(TOKENS.split())}}
+KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types", "indexer_types")
+
+
+def tiny_config(config_class: Any, settings: dict[str, Any]) -> PreTrainedConfig:
+    """A configuration of the smallest sizes. settings: its own, those of its parts as dictionaries of their own."""
+    default = _default(config_class, settings)
+    alias = config_class.attribute_map
+    values = {**vars(default), **{name: getattr(default, name, None) for name in alias}}
+    parts = config_class.sub_configs
+    chosen: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in parts or name in alias or value is None or isinstance(value, (list, tuple, dict)):
+            continue
+        if re.search("drop|jitter", name) and isinstance(value, float):
+            chosen[name] = 0.0
+        elif name in TINY:
+            chosen[name] = TINY[name]
+    if "kv_lora_rank" in chosen and "num_key_value_heads" in chosen:
+        chosen["num_key_value_heads"] = chosen["num_attention_heads"]
+    if "head_dim" in chosen and values.get("qk_rope_head_dim"):
+        chosen["head_dim"] = 4 * max(1, values["head_dim"] // values["qk_rope_head_dim"])
+    chosen |= _one_layer_of_each_kind(config_class, values, settings)
+    made = {name: _tiny_part(default, name, settings.get(name, {})) for name in parts}
+    chosen |= {name: part and part.to_diff_dict() for name, part in made.items()}
+    return config_class(**{**chosen, **{name: value for name, value in settings.items() if name not in parts}})
+
+
+def tiny_model(model_class: str, seed: int = 0, **settings: Any) -> Any:
+    """A model of that class in training mode, whose weights are of order one, so that every gradient is alive.
+
+    model_class: its name in transformers. settings: what its configuration has besides the small sizes.
+    """
+    torch.manual_seed(seed)
+    cls = getattr(transformers, model_class, None) or skip_missing(model_class)
+    return order_one(cls(tiny_config(cls.config_class, settings)), seed)
+
+
+def tiny_qwen3(seed: int = 0, **settings: Any) -> Any:
+    """A Qwen3 of 50 tokens, with tied embeddings."""
+    own = {"vocab_size": 50, "tie_word_embeddings": True, "max_position_embeddings": 512}
+    return tiny_model("Qwen3ForCausalLM", seed, **{**own, **settings})
+
+
+def tiny_hybrid(kind: str, seed: int = 0, **settings: Any) -> Any:
+    """A layer with a recurrent state and one that attends.
+
+    kind: "Qwen3.5" (gated delta rule), "Bamba" (state space) or "LFM2" (short convolution).
+    """
+    delta = {"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]}
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "Qwen3.5": ("Qwen3_5ForCausalLM", delta),
+        "Bamba": ("BambaForCausalLM", {"mamba_d_head": 16, "attn_layer_indices": [1]}),
+        "LFM2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
+    }
+    model_class, own = kinds[kind]
+    if transformers_is_before("5.21"):
+        pytest.skip(NEEDS_FORKS.kwargs["reason"])
+    return tiny_model(model_class, seed, **{"vocab_size": 50, **own, **settings})
+
+
+def order_one(model: nn.Module, seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.2 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
+            noise = torch.randn(parameter.shape, generator=generator) * scale
+            parameter.copy_(noise + parameter if parameter.ndim < 2 else noise)
+    return model
+
+
+def _default(config_class: Any, settings: dict[str, Any]) -> PreTrainedConfig:
+    try:
+        return config_class()
+    except ValueError:  # of parts that do not fit each other
+        return config_class(**settings)
+
+
+def _one_layer_of_each_kind(config_class: Any, values: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """`layer_types` and their like: the distinct ones of the default, at least two layers unless a number is given."""
+    kinds: dict[str, list[str]] = {}
+    for name in KINDS_OF_LAYERS:
+        given = settings.get(name) or list(dict.fromkeys(values.get(name) or ()))
+        attribute = inspect.getattr_static(config_class, config_class.attribute_map.get(name, name), None)
+        if given and not isinstance(attribute, property):
+            kinds[name] = given
+    layers = settings.get("num_hidden_layers", max([2, *map(len, kinds.values())]))
+    chosen: dict[str, Any] = {name: (given + [given[-1]] * layers)[:layers] for name, given in kinds.items()}
+    return {**chosen, "num_hidden_layers": layers} if layers > 2 else chosen
+
+
+def _tiny_part(default: PreTrainedConfig, name: str, settings: dict[str, Any] | None) -> PreTrainedConfig | None:
+    part = getattr(default, name, None)
+    if settings is None or (part is None and "model_type" not in settings):
+        return None
+    rest = dict(settings)
+    kind = rest.pop("model_type", None)
+    return tiny_config(type(transformers.AutoConfig.for_model(kind)) if kind else type(part), rest)
+
+
+# The families of docs/families.md: every causal language model class of transformers, and the multimodal ones.
+#
+# `make test` runs `QUICK`, which has each mechanism once, and `make test-full` runs all. Whether a family is equal or
+# refused is not written here: the test finds it.
+#
+# The tables of recipes/benchmarks/families.md, written from a run of the tests of model families.
 
 
 @dataclass(frozen=True)
@@ -430,72 +602,3 @@ MULTIMODAL = [
     Family("VipLLaVA", "VipLlavaForConditionalGeneration"),
 ]  # fmt: skip
 FAMILIES = [*CORE, *REST, *CORE_MULTIMODAL, *MULTIMODAL]
-# Grouped heads, latent attention, sinks, soft-cap, experts, shared keys, learned positions, differential attention, one
-# of each kind of recurrent layer; refusals for several reasons; positions on three axes, and a model inside another.
-QUICK = [
-    *(("text", name) for name in ("Llama", "DeepSeek-V3", "gpt-oss", "Gemma 2", "Mixtral", "Gemma 3n", "GPT-2")),
-    *(("text", name) for name in ("DiffLlama", "Qwen3.5", "Bamba", "LFM2", "BART as a decoder", "BLOOM", "Mamba")),
-    *(("multimodal", name) for name in ("Qwen2.5-VL", "Nemotron-H Omni")),
-]
-NOT_TRIED = {
-    "needs an image or another second input in every batch": """BlipForConditionalGeneration
-        Blip2ForConditionalGeneration Florence2ForConditionalGeneration IdeficsForVisionText2Text
-        InstructBlipForConditionalGeneration InstructBlipVideoForConditionalGeneration Kosmos2ForConditionalGeneration
-        Molmo2ForConditionalGeneration PI0ForConditionalGeneration Pix2StructForConditionalGeneration
-        PPFormulaNetForConditionalGeneration UdopForConditionalGeneration VisionEncoderDecoderModel""",
-    "is no next-token model": "DiffusionGemmaForBlockDiffusion",
-    "cannot be built by transformers 5.24 without another model": """Gemma4AssistantForCausalLM
-        Gemma4UnifiedAssistantForCausalLM""",
-    "needs timm or scipy": """Gemma3nForConditionalGeneration InklingForConditionalGeneration
-        PerceptionLMForConditionalGeneration""",
-}
-
-
-FAMILIES_PAGE = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks" / "families.md"
-REFUSED = "refused: "
-HEADS = ("attention and layers", "refused")
-
-
-def said_of_families(group: str) -> dict[str, str]:
-    """What the page says of each family of a group: its attention and layers, or `refused: ` and the reason."""
-    said: dict[str, str] = {}
-    refused = ""
-    for line in _split(group)[1].splitlines():
-        what, names = (cell.strip() for cell in line.strip("|").split("|")) if line else ("", "")
-        if what in HEADS:
-            refused = REFUSED if what == "refused" else ""
-        elif set(what) - {"-"}:
-            said |= dict.fromkeys(names.split("; "), refused + what)
-    return said
-
-
-def write_families_table(group: str, found: Iterable[tuple[str, str]], whole: bool) -> None:
-    """The tables of the page between two markers: equal families by their layers, refused ones by reasons.
-
-    found: families of this run and what is said of each, in place of what the page says. whole: there are no others.
-    """
-    families: dict[str, list[str]] = defaultdict(list)
-    for name, what in sorted({**({} if whole else said_of_families(group)), **dict(found)}.items(), key=_by_name):
-        families[what].append(name)
-    equal = {what: names for what, names in families.items() if not what.startswith(REFUSED)}
-    refused = {what.removeprefix(REFUSED): names for what, names in families.items() if what not in equal}
-    tables = "\n\n".join(_table(head, part) for head, part in zip(HEADS, (equal, refused), strict=True) if part)
-    before, _, after = _split(group)
-    FAMILIES_PAGE.write_text(f"{before}\n{tables}\n{after}", encoding="utf-8")
-
-
-def _by_name(said: tuple[str, str]) -> str:
-    return said[0].lower()
-
-
-def _split(group: str) -> tuple[str, str, str]:
-    """The page up to the marker, the tables, and the page from the next marker on."""
-    begin, end = f"<!-- {group}: begin -->", f"<!-- {group}: end -->"
-    before, rest = FAMILIES_PAGE.read_text(encoding="utf-8").split(begin)
-    tables, after = rest.split(end)
-    return before + begin, tables, end + after
-
-
-def _table(head: str, families: dict[str, list[str]]) -> str:
-    rows = [(head, "families"), ("---", "---"), *((what, "; ".join(families[what])) for what in sorted(families))]
-    return "\n".join(f"| {what} | {names} |" for what, names in rows)

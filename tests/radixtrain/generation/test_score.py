@@ -1,0 +1,90 @@
+"""Log-probabilities of completions, beside ordinary forward passes in float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from radixtrain import score_completions, share_prefixes
+from radixtrain.errors import UserError
+from radixtrain.generation import score
+from radixtrain.hf.share import options_of
+from tests.support.batches import logits_by_the_model
+from tests.support.models import tiny_model
+
+Ids = list[int]
+PROMPTS = [[7, 8, 9, 1, 2], [30, 31], [7, 8, 9, 3], [5]]
+COMPLETIONS = [[1], [2, 3, 4], [2, 3], [1, 2, 3, 4, 5, 6]]
+pytestmark = pytest.mark.usefixtures("in_float64")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_qwen3: Callable[..., Any]) -> Any:
+    return tiny_qwen3(vocab_size=400).double().eval()
+
+
+def assert_right(model: Any, prompts: list[Ids], of_prompts: list[list[Ids]], found: list[list[list[float]]]) -> None:
+    for prompt, completions, scores in zip(prompts, of_prompts, found, strict=True):
+        for completion, logprobs in zip(completions, scores, strict=True):
+            logits = logits_by_the_model(model, prompt + completion)[len(prompt) - 1 : -1]
+            truth = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+            assert logprobs == pytest.approx(truth.tolist(), abs=1e-12)
+            assert all(type(logprob) is float for logprob in logprobs)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions"),
+    [
+        (PROMPTS, [COMPLETIONS] * 4),
+        (PROMPTS, [COMPLETIONS[:1], [], COMPLETIONS[1:], [[9, 9]]]),
+        ([[1, 2], [1, 2], [1]], [[[3, 4], [3, 4]], [[3, 4]], [[2, 3, 4]]]),
+        (PROMPTS, [[]] * 4),
+    ],
+    ids=["the same of each", "of each, none too", "equal ones, and one that reads as another", "none"],
+)
+def test_scores(model: Any, prompts: Any, completions: Any) -> None:
+    assert_right(model, prompts, completions, score_completions(model, prompts, completions))
+    assert options_of(model) is None, "it is shared meanwhile only"
+
+
+def test_shared_and_adapted(tiny_qwen3: Callable[..., Any]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False)
+    model = get_peft_model(share_prefixes(tiny_qwen3().double(), attention="path"), config).double().train()
+    found = score_completions(model, PROMPTS, [COMPLETIONS] * 4)
+    assert model.training and options_of(model)["attention"] == "path"
+    assert_right(model.eval(), PROMPTS, [COMPLETIONS] * 4, found)
+
+
+def test_recurrent_layers() -> None:
+    model = tiny_model("Qwen3_5ForCausalLM").double().eval()
+    assert_right(model, PROMPTS, [COMPLETIONS] * 4, score_completions(model, PROMPTS, [COMPLETIONS] * 4))
+
+
+@pytest.mark.usefixtures("hooks_that_may_stay", "without_the_trial")
+def test_a_prompt_is_computed_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each pass, of which there are as many as needed."""
+    prompts, completions = [list(range(60)), [*range(60), 99]], [[n, n] for n in range(10)]
+    rows: Ids = []
+    handle = model.model.layers[0].register_forward_pre_hook(lambda layer, args: rows.append(args[0].shape[1]))
+    score_completions(model, prompts, [completions] * 2)
+    monkeypatch.setattr(score, "MAX_TOKENS", 80)
+    found = score_completions(model, prompts, [completions] * 2)
+    handle.remove()
+    assert rows[0] == 61 + 2 * 20 and len(rows) > 2 and max(rows[1:]) <= 80
+    assert_right(model, prompts, [completions] * 2, found)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions", "error", "message"),
+    [
+        (PROMPTS, [[[1]], [[2]]], UserError, "completions: 2 lists for 4 prompts; give one for each"),
+        ([[1], []], [[[1]], [[1]]], UserError, "prompt 1 is empty, so nothing predicts the first token"),
+        ([[1], [-3]], [[[1]], [[1]]], ValueError, "feature 1: input_ids must not be negative"),
+    ],
+)
+def test_errors_by_name(model: Any, prompts: Any, completions: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        score_completions(model, prompts, completions)
