@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from radixtrain.__main__ import main
 from radixtrain.commands.help import all_keys
 from tests.support import FULL, tries
+from tests.support.runs import errors_in
 
 pytestmark = FULL
 CONFIGS, FILES = tries(10, 1000), tries(15, 1000)
@@ -94,8 +95,7 @@ def run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> int:
     """The exit code of a command. Fails if it ends by anything but a code, or an error is not one line."""
     code = main(argv)
     said = capsys.readouterr().err
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert code in (0, 1, 2) and len(errors) == (code != 0) and "Traceback" not in said, (code, said)
+    assert code in (0, 1, 2) and len(errors_in(said)) == (code != 0) and "Traceback" not in said, (code, said)
     return code
 
 

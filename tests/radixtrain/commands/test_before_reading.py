@@ -18,6 +18,7 @@ from radixtrain.checkpoints.folder import read_run
 from radixtrain.commands import before_reading
 from radixtrain.commands.before_reading import check_room, defaults_of_model, num_stored_parameters
 from radixtrain.errors import UserError
+from tests.support.runs import rows_in, write_rows
 
 Arguments = Callable[..., list[str]]
 ONE_STEP = {"trainer__max_steps": 1, "trainer__max_epochs": None}
@@ -81,15 +82,14 @@ def test_no_command_replaces_a_file_of_the_user(
 
 def test_what_is_read_again_is_as_it_was_typed(arguments: Arguments, shop: Path, tmp_path: Path) -> None:
     """The system prompt in every record of a run, and what `predict` makes of it."""
-    rows = [json.loads(line)["messages"][1:] for line in (shop / "train.jsonl").read_text().splitlines()]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps({'messages': row})}\n" for row in rows))
+    rows = [{"messages": row["messages"][1:]} for row in rows_in(shop / "train.jsonl")]
     model = tmp_path / "model"
     shutil.copytree(shop / "model", model)
     template = (model / "chat_template.jinja").read_text()
     (model / "chat_template.jinja").write_text("{%- if note is defined %}{%- endif %}" + template)
     given = {"system_prompt": PROMPTS, "chat_template_kwargs": {"note": "password: x y"}}
     (tmp_path / "given.yaml").write_text(yaml.safe_dump({"data": given}))
-    paths = {"data__train_file": tmp_path / "rows.jsonl", "model__model_name_or_path": model}
+    paths = {"data__train_file": write_rows(tmp_path / "rows.jsonl", rows), "model__model_name_or_path": model}
     line = arguments(**paths, **ONE_STEP)
     assert main([*line, f"--config={tmp_path / 'given.yaml'}"]) == 0
     out = tmp_path / "out"

@@ -16,6 +16,7 @@ from radixtrain.__main__ import main
 from radixtrain.commands.fit import Command
 from radixtrain.errors import UserError
 from tests.support import FULL
+from tests.support.runs import errors_in
 
 GOOD = {"messages": [{"role": "user", "content": "Where is the pear?"}, {"role": "assistant", "content": "Shelf one."}]}
 ROBOT = {"messages": [{"role": "robot", "content": "x"}]}
@@ -103,9 +104,9 @@ def said_of(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Cal
     def run(code: int, typed: list[str]) -> str:
         assert main(typed) == code, typed
         captured = capsys.readouterr().err
-        [error] = [line for line in captured.splitlines() if line.startswith("error: ")]
+        [error] = errors_in(captured)
         assert "Traceback" not in captured and not (tmp_path / "out").exists()
-        return error.removeprefix("error: ")
+        return error
 
     return run
 

@@ -17,6 +17,7 @@ from radixtrain.data.tokens.store import Corpus, Part
 from radixtrain.errors import EndedElsewhere, UserError
 from tests.support.batches import MARKED, byte_tokenizer
 from tests.support.processes import on_ranks
+from tests.support.runs import write_rows
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,7 @@ def data(model_folder: Path, tmp_path: Path) -> Callable[..., SFTData]:
 
 
 def write(path: Path, letters: str, answer: str = "yes") -> str:
-    rows = [{"prompt": letter * 3, "completion": answer} for letter in letters]
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return str(path)
+    return str(write_rows(path, [{"prompt": letter * 3, "completion": answer} for letter in letters]))
 
 
 def letters_of(data: SFTData, split: str = "train") -> str:
@@ -70,8 +69,7 @@ def test_turns_of_nested_rows(
 ) -> None:
     roles = ("user", "assistant")
     chats = [[{"role": role, "content": q} for q in questions.split() for role in roles] for questions in LOG]
-    log = tmp_path / "log.jsonl"
-    log.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats), encoding="utf-8")
+    log = write_rows(tmp_path / "log.jsonl", [{"messages": chat} for chat in chats])
     corpus = data(str(log), train_on=train_on, split_turns=split_turns).conversations["train"]
     assert [(int(row[0].where.split(":")[1]), len(row)) for row in corpus] == trained
     assert corpus.lengths.tolist() == [len(sample.input_ids) for row in corpus for sample in row]
@@ -92,7 +90,7 @@ def test_system_prompt(data: Callable[..., SFTData], tmp_path: Path, monkeypatch
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     own = [{"role": "system", "content": "Own."}, *turns]
     rows = [{"messages": turns}, {"messages": own}, {"prompt": turns[:1], "completion": turns[1:]}]
-    Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    write_rows(Path("a.jsonl"), rows)
     module = data("a.jsonl", system_prompt="Be brief.")
     texts = [module.tokenizer().decode(sample.input_ids) for [sample] in module.conversations["train"]]
     found = [text.partition("system\n")[2].partition("<")[0] for text in texts]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from radixtrain.data.steps import (
     grouped_order,
 )
 from radixtrain.tree.groups import find_prefix_groups
+from tests.support.runs import write_rows
 
 
 def conversations_of(prompts: int, each: int, own: int = 30, turns: int = 1) -> list[list[TokenRow]]:
@@ -76,8 +76,7 @@ def test_later_turns_count(twenty):
 def file(tmp_path) -> Path:
     """60 rows of tokens, three prompts in turns."""
     rows = [{"input_ids": [*range(50 * (index % 3), 50 * (index % 3) + 48), 150 + index]} for index in range(60)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return tmp_path / "rows.jsonl"
+    return write_rows(tmp_path / "rows.jsonl", rows)
 
 
 def data_of(file: Path, shop: Path, **settings) -> SFTData:

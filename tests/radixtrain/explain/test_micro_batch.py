@@ -1,6 +1,5 @@
 """`radixtrain inspect`: a micro-batch as numbers and as a tree, with the text and the weights of its rows."""
 
-import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from radixtrain.commands.explain import inspect
 from radixtrain.data.datamodule import SFTData
 from radixtrain.explain.micro_batch import BatchTree, MicroBatch, draw
 from radixtrain.testing import labelled_features
+from tests.support.runs import rows_in
 
 Build, Part, Print = Callable[..., TokenRow], Callable[..., MicroBatch], Callable[..., str]
 
@@ -162,10 +162,10 @@ def test_the_command(
     assert numbers["r"] == f"{int(numbers['tokens']) / int(numbers['computed tokens']):.2f}"
     tree = lines[lines.index(LEGEND) + 2 :]
     assert tree[0].startswith("×4  tokens 0-") and sum("; ends train.jsonl:" in line for line in tree) == 4
-    rows = [json.loads(line)["messages"] for line in (shop / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    answers = [row["messages"][-1]["content"] for row in rows_in(shop / "train.jsonl")]
     for line, text in pairwise(tree):
         if "; ends train.jsonl:" in line:
-            assert text.endswith(f"{rows[int(line.rpartition(':')[2]) - 1][-1]['content']}<|im_end|>⟧")
+            assert text.endswith(f"{answers[int(line.rpartition(':')[2]) - 1]}<|im_end|>⟧")
     assert "\x1b" not in out and not (tmp_path / "out").exists()
     assert main(arguments("inspect", model__model_name_or_path=model, row="train.jsonl:7")) == 0
     out = capsys.readouterr().out

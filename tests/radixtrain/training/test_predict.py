@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from radixtrain.__main__ import main
 from radixtrain.errors import UserError
 from radixtrain.training.answers.predictions import PredictionWriter
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support.runs import rows_in, write_rows
 
 INSTRUCTION = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two. " * 4
 THINGS = ["apple", "pear", "hammer", "saw", "apple", "card", "file"]  # one of them twice
@@ -37,15 +37,13 @@ def predict(arguments: Any, tmp_path: Path) -> Predict:
     """Runs `predict` on rows, two micro-batches a step and two steps, and returns the lines that it wrote."""
 
     def run(rows: list[dict[str, Any]], **flags: Any) -> list[dict[str, Any]]:
-        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        file = write_rows(tmp_path / "rows.jsonl", rows)
         settings = {"data__train_file": None, "data__min_shared_tokens": 1}
-        given = {"data__predict_file": tmp_path / "rows.jsonl", **settings, **flags}
+        given = {"data__predict_file": file, **settings, **flags}
         assert main(arguments("predict", **given)) == 0
-        lines = (tmp_path / "out" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines]
-        assert [record.pop("row") for record in records] == [
-            f"{tmp_path / 'rows.jsonl'}:{number}" for number in range(1, len(rows) + 1)
-        ]
+        records = rows_in(tmp_path / "out" / "predictions.jsonl")
+        places = [f"{file}:{number}" for number in range(1, len(rows) + 1)]
+        assert [record.pop("row") for record in records] == places
         return records
 
     return run

@@ -1,6 +1,5 @@
 """`radixtrain report`: the command on a folder that holds a configuration and a tokenizer, and no weights."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.explain.report import rounded
 from radixtrain.training.start.run_overview import data_entries, sharing_entry
-from tests.support.runs import logged, names, summary
+from tests.support.runs import logged, names, rows_in, summary, write_rows
 
 Arguments = Callable[..., list[str]]
 
@@ -105,7 +104,7 @@ def test_chats_are_compared_with_whole_chats_too(
     """
     rows = [log[-1] for log in logs]
     file, template = tmp_path / "chats.jsonl", tmp_path / "keeping.jinja"
-    file.write_text("".join(f"{json.dumps(row)}\n" for log in logs for row in log))
+    write_rows(file, (row for log in logs for row in log))
     template.write_text(KEEPING)
     data = {"batch_size": len(rows), "max_tokens": 10**6, "max_length": 10**5, "min_shared_tokens": 1}
     data |= {"chat_template_path": str(template)} if keeps else {}
@@ -148,13 +147,12 @@ def test_what_is_not_read_and_what_is_there_twice_is_said(
     arguments: Arguments, shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A column and turns after the last answer, also by fit; copies, and chats without a system turn."""
-    rows = [json.loads(line) for line in (shop / "train.jsonl").read_text("utf-8").splitlines()[:8]]
+    rows = rows_in(shop / "train.jsonl")[:8]
     for row in rows[:4]:
         row["messages"] = [*row["messages"], {"role": "user", "content": "bye"}]
     for row in rows[4:]:
         row["messages"] = row["messages"][1:]
-    file = tmp_path / "chats.jsonl"
-    file.write_text("".join(f"{json.dumps({**row, 'id': 7})}\n" for row in rows * 2), encoding="utf-8")
+    file = write_rows(tmp_path / "chats.jsonl", ({**row, "id": 7} for row in rows * 2))
     settings = {"batch_size": 16, "max_tokens": 10**5, "min_shared_tokens": 1}
     of_fit = SFTData(str(file), **settings, model_name_or_path=str(shop / "model"))
     of_fit.setup("fit")
@@ -178,8 +176,7 @@ def test_a_run_has_one_baseline(
     arguments: Arguments, shop: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of chats that are split: step lines, metrics, summary, last lines and card say the same r, and its speed."""
-    file, out = tmp_path / "chats.jsonl", tmp_path / "out"
-    file.write_text("".join(f"{json.dumps(thinking_chat(number))}\n" for number in range(4)))
+    file, out = write_rows(tmp_path / "chats.jsonl", map(thinking_chat, range(4))), tmp_path / "out"
     short = {"trainer__max_steps": 1, "trainer__enable_progress_bar": True, "data__validation_file": None}
     assert main(arguments("fit", data__train_file=file, **short, output_dir=out)) == 0
     said, card, record = capfd.readouterr(), (out / "model" / "README.md").read_text("utf-8"), summary(out)

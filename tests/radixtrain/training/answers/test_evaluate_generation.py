@@ -1,7 +1,6 @@
 """`evaluate_generation` through the real command line: its table, a training that is not touched; and its metrics."""
 
 import csv
-import json
 import random
 import re
 
@@ -14,7 +13,7 @@ from radixtrain.__main__ import main
 from radixtrain.errors import UserError
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration, _cell, load_metric
 from tests.support import FULL
-from tests.support.runs import logged, names
+from tests.support.runs import logged, names, rows_in
 
 GREEDY = {"evaluate_generation__metric": "exact_match", "evaluate_generation__max_new_tokens": 16}
 
@@ -45,7 +44,7 @@ def test_a_cell_is_no_formula():
 def test_a_run_that_learns_the_answers(run, shop, tmp_path, capsys):
     """The metric of the log is the mean of the table, the rows are those of the file, the answers become right."""
     out = tmp_path / "out"
-    rows = [json.loads(line)["messages"] for line in (shop / "train.jsonl").read_text("utf-8").splitlines()]
+    rows = [row["messages"] for row in rows_in(shop / "train.jsonl")]
     flags = {"data__validation_file": shop / "train.jsonl", "evaluate_generation__num_samples": 6}
     assert run(trainer__max_epochs=12, trainer__val_check_interval=30, **flags, **GREEDY) == 0
     scores = logged(out, "eval_exact_match")

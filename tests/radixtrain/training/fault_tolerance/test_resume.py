@@ -16,7 +16,7 @@ from radixtrain.checkpoints.folder import read_checkpoint, read_run
 from radixtrain.training.fault_tolerance import run_state
 from radixtrain.training.loop import Loop
 from tests.support import FULL, cases
-from tests.support.runs import EXACT, assert_same_run, metrics
+from tests.support.runs import EXACT, assert_same_run, contents, metrics
 
 pytestmark = FULL
 
@@ -176,13 +176,13 @@ def test_what_would_be_another_run_is_refused(ran, refused, tmp_path):
     pytest.importorskip("peft", reason="pip install peft")
     flags = {"model__use_peft": "true", "model__lora_r": 4}
     run = ran("old", trainer__max_steps=3, **flags)
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = contents(run)
     for changed, told in WRONG:
         assert told in refused(ckpt_path=run, **{**flags, **changed})
         if "data__assistant_only_loss" not in changed:
             missing = {"data__train_file": tmp_path / "missing.jsonl"}
             assert told in refused(ckpt_path="last", output_dir=run, **{**flags, **changed, **missing})
-        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, changed
+        assert contents(run) == before, changed
         assert [path for path in run.rglob("*") if path.is_dir() and not any(path.iterdir())] == []
 
 

@@ -3,7 +3,6 @@
 The files are written by runs of the real command line; what is decided is asked of a `Record`.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from radixtrain.training.module import RadixModule
 from radixtrain.training.results.record import Progress, Record, read_curves, status_of_run
 from radixtrain.verification.oracle import float64_arithmetic
 from tests.support import FULL
-from tests.support.runs import logged, summary
+from tests.support.runs import logged, rows_in, summary, write_rows
 
 Arguments = Callable[..., list[str]]
 ANSWER = "You name the hammer, the saw and the file: where is fruit?"  # to no question of the training
@@ -258,12 +257,10 @@ def test_what_a_killed_run_leaves(arguments: Arguments, tmp_path: Path, monkeypa
 @pytest.fixture(scope="module")
 def contrary(shop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Validation rows with an answer that the training makes less and less likely."""
-    rows = [json.loads(line) for line in (shop / "validation.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = rows_in(shop / "validation.jsonl")
     for row in rows:
         row["messages"][-1]["content"] = ANSWER
-    path = tmp_path_factory.mktemp("contrary") / "validation.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(tmp_path_factory.mktemp("contrary") / "validation.jsonl", rows)
 
 
 @pytest.fixture(scope="module")
