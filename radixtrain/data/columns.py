@@ -60,7 +60,7 @@ def standard_row(row: Row, answered: bool = True) -> Row:
         raise DataError(row.where, _unknown(row.fields))
     unread = {name: value for name, value in {**row.unread, **left}.items() if value not in (None, "", [], {})}
     if not turns_of(standard) and "input_ids" not in standard:
-        _refuse_system(left, row.where)
+        _refuse_system(left, "prompt" in standard, row.where)
     if answered:
         _check_unread(unread, standard, row.where)
     return Row(standard, row.where, unread)
@@ -132,11 +132,11 @@ def _system(fields: Fields, where: str) -> str:
     return "".join([fields.pop(name) for name in found][:1])
 
 
-def _refuse_system(fields: Fields, where: str) -> None:
+def _refuse_system(fields: Fields, is_pair: bool, where: str) -> None:
     if (system := _system(fields, where)).strip():
-        columns = "{user: prompt, assistant: completion}"
+        chat = "for a chat, write data.columns: {user: prompt, assistant: completion}; " if is_pair else ""
         found = f"system: {system[:40]!r} beside plain text, which has no system turn"
-        raise DataError(where, f"{found}; for a chat, write data.columns: {columns}; to leave it out, {{system: null}}")
+        raise DataError(where, f"{found}; {chat}to leave it out, write data.columns: {{system: null}}")
 
 
 def _prompt_and_completion(fields: Fields, where: str, check: Check) -> Fields:
