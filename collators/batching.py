@@ -15,6 +15,7 @@ Pure NumPy, because the collator carries it into DataLoader workers.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence, Sized
 from itertools import pairwise
@@ -129,16 +130,22 @@ def _bounds_of_ranks(by_order: SortedSequences, num_ranks: int, max_tokens: int 
     return bounds_for(bisect_left(range(most), True, key=lambda limit: bounds_for(limit)[-1] == len(shared)))
 
 
-def cut_by_unique_tokens(by_order: SortedSequences, max_tokens: int | None) -> list[list[int]]:
-    """Cut into full micro-batches. A sequence costs the tokens that it does not share with the one before it."""
+def cut_by_unique_tokens(
+    by_order: SortedSequences, max_tokens: int | None, num_extra: int = 0, max_sequences: int = sys.maxsize
+) -> list[list[int]]:
+    """Cut into full micro-batches. A sequence costs the tokens that it does not share with the one before it.
+
+    num_extra: tokens that each sequence costs beside its own. max_sequences: of a micro-batch.
+    """
     batches: list[list[int]] = []
     total = 0
     added = by_order.lengths - by_order.lcp
     for index, extra, length in zip(by_order.order.tolist(), added.tolist(), by_order.lengths.tolist(), strict=True):
-        if batches and (max_tokens is None or total + extra <= max_tokens):
+        fits = max_tokens is None or total + extra + num_extra <= max_tokens
+        if batches and fits and len(batches[-1]) < max_sequences:
             batches[-1].append(index)
-            total += extra
+            total += extra + num_extra
         else:
             batches.append([index])
-            total = length
+            total = length + num_extra
     return batches
