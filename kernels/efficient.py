@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from radixtrain.kernels.functions import wide
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 
 aten = torch.ops.aten
@@ -153,5 +154,4 @@ def _sum_of_groups(grad_JNH: Tensor, rows_JKH: Tensor) -> Tensor:
     num_heads = rows_JKH.shape[1]
     if grad_JNH.shape[1] == num_heads:
         return grad_JNH
-    wide = torch.promote_types(grad_JNH.dtype, torch.float32)
-    return grad_JNH.unflatten(1, (num_heads, -1)).sum(2, dtype=wide).to(grad_JNH.dtype)
+    return grad_JNH.unflatten(1, (num_heads, -1)).sum(2, dtype=wide(grad_JNH)).to(grad_JNH.dtype)

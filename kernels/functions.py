@@ -1,4 +1,4 @@
-"""What autograd functions share: their elements as one kernel, and the refusal of gradients that they do not have.
+"""What kernels and losses share: the dtype of sums, elements as one kernel, the refusal of gradients that do not exist.
 
 `fused`: torch.compile on CUDA, the operators one by one elsewhere.
 
@@ -27,6 +27,11 @@ from torch import Tensor
 from radixtrain.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """Return the dtype in which numbers of x are added: float32, or wider if x is."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def fused(function: Callable[..., Any], *tensors: Tensor) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from radixtrain.kernels.functions import wide
 from radixtrain.kernels.varlen_args import Scoring
 
 
@@ -39,14 +40,14 @@ def reference_attention(
     """
     num_rows, num_heads, _ = q_UNH.shape
     num_groups = k_UKH.shape[1]
-    wide = torch.promote_types(q_UNH.dtype, torch.float32)
-    q_UKGH = q_UNH.to(wide).unflatten(1, (num_groups, num_heads // num_groups))
-    scores_KGUU = scoring.of(torch.einsum("qkgh,ukh->kgqu", q_UKGH, k_UKH.to(wide)))
+    dtype = wide(q_UNH)
+    q_UKGH = q_UNH.to(dtype).unflatten(1, (num_groups, num_heads // num_groups))
+    scores_KGUU = scoring.of(torch.einsum("qkgh,ukh->kgqu", q_UKGH, k_UKH.to(dtype)))
     scores_KGUU = scores_KGUU.masked_fill(~mask_UU, float("-inf"))
     if sinks_N is not None:
-        sinks_KGU1 = sinks_N.to(wide).view(num_groups, -1, 1, 1).expand(*scores_KGUU.shape[:-1], 1)
+        sinks_KGU1 = sinks_N.to(dtype).view(num_groups, -1, 1, 1).expand(*scores_KGUU.shape[:-1], 1)
         weights_KGUU = torch.cat([scores_KGUU, sinks_KGU1], -1).softmax(-1)[..., :-1]
     else:
         weights_KGUU = scores_KGUU.softmax(-1)
-    out_UKGH = torch.einsum("kgqu,ukh->qkgh", weights_KGUU, v_UKH.to(wide))
+    out_UKGH = torch.einsum("kgqu,ukh->qkgh", weights_KGUU, v_UKH.to(dtype))
     return out_UKGH.reshape(num_rows, num_heads, v_UKH.shape[-1]).to(q_UNH.dtype)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from radixtrain.kernels.functions import wide
+
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """Return `x[indices]` along the first axis, differentiable in x; indices may repeat.
@@ -32,12 +34,11 @@ def sum_rows(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
     x: (T, ...), any floating dtype; 16-bit rows are added in float32 and rounded once.
     Returns (num_rows, ...), the dtype of x; rows that no index names are zero.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    total = x.new_zeros(num_rows, *x.shape[1:], dtype=wide)  # batched if x is, as under `is_grads_batched`
+    total = x.new_zeros(num_rows, *x.shape[1:], dtype=wide(x))  # batched if x is, as under `is_grads_batched`
     if x.device.type == "cuda":
-        total.index_put_((indices,), x.to(wide), accumulate=True)
+        total.index_put_((indices,), x.to(total.dtype), accumulate=True)
     else:
-        total.index_add_(0, indices, x.to(wide))
+        total.index_add_(0, indices, x.to(total.dtype))
     return total.to(x.dtype)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.cpu_loops import EagerKernel, LoopingKernel, Rectangles
+from radixtrain.kernels.cpu_loops import EagerKernel, LoopingKernel, Rectangle
 from radixtrain.kernels.merge_attention import Call, Piece, Rows
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 
@@ -81,7 +81,7 @@ def attention_to_own(
     num_groups = q_BTGKH.shape[2]
     if num_new > 1:  # one row of a mask holds for all queries
         mask = mask.repeat_interleave(num_groups, 2)
-    part = Rectangles(0, num_new * num_groups, 0, num_keys, mask, number=number)
+    part = Rectangle(slice(0, num_new * num_groups), slice(0, num_keys), mask)
     out, lse = looping.part_forward(q_BTGKH.flatten(1, 2), k_BJKH, v_BJKH, part, scoring)
     out_UNH = out.unflatten(1, (num_new, num_groups)).transpose(2, 3).flatten(2, 3).flatten(0, 1)
     lse_NU = lse.unflatten(2, (num_new, num_groups)).permute(1, 3, 0, 2).flatten(2, 3).flatten(0, 1)

@@ -47,7 +47,7 @@ class Scoring:
 
 @dataclass(eq=False)
 class Ragged:
-    """Bounds of one varlen call. Do not change one: `cpu_loops.py` keeps its schedules in it for the next layer.
+    """Bounds of one varlen call. Do not change one: `cpu_loops.py` keeps its rectangles in it for the next layer.
 
     cu_seqlens_q, cu_seqlens_k: (E+1,), int32, on the device of the tensors.
     max_seqlen_q, max_seqlen_k: longest entry, in tokens.
@@ -65,7 +65,7 @@ class Ragged:
     bounds: tuple[Bounds, ...] | None = None
     masks: tuple[Tensor | None, ...] | None = None
 
-    schedules: dict[int | None, Any] = field(default_factory=dict, init=False, repr=False)  # by window
+    rectangles: dict[int | None, Any] = field(default_factory=dict, init=False, repr=False)  # by window
 
     @classmethod
     def whole(cls, num_queries: int, num_keys: int, cu_seqlens: Tensor | None = None) -> Ragged:
@@ -82,6 +82,11 @@ class Ragged:
     def arguments(self) -> tuple[Tensor, Tensor, int, int]:
         """Return what kernels take by position."""
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
+
+
+def added_to_scores(hidden: Tensor) -> Tensor:
+    """Return a mask, float32, that is added to scores: -inf for what is hidden, bool, and 0 for what is seen."""
+    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 class VarlenKernel(Protocol):

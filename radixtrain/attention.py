@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from radixtrain.errors import UserError
+from radixtrain.kernels.functions import wide
 from radixtrain.kernels.merge_attention import (
     Piece,
     Route,
@@ -41,7 +42,7 @@ from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.stored import Shared, attention_to_own
 from radixtrain.kernels.tree_flex import flex_refusal, flex_tree_attention
 from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_kernel, varlen_refusal
-from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
+from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel, added_to_scores
 from radixtrain.tree.blocks import WITH_BLOCKS
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
@@ -216,8 +217,7 @@ def _routed(layout: TreeLayout, request: Request) -> Route:
 
 def _masked(hidden: Tensor) -> Piece:
     """Return the call of all queries onto all keys but the hidden ones. hidden: (queries, keys), bool."""
-    mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
-    return Piece(slice(None), slice(None), replace(Ragged.whole(*mask.shape), masks=(mask,)))
+    return Piece(slice(None), slice(None), replace(Ragged.whole(*hidden.shape), masks=(added_to_scores(hidden),)))
 
 
 def _seen(layout: TreeLayout, window: int | None, both_ways: bool) -> Tensor:
@@ -270,8 +270,8 @@ def _backward(
 @torch.library.register_fake("radixtrain::tree_attention", lib=OPERATORS)
 def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     num_rows, num_heads, _ = query.shape
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty(num_rows, num_heads, value.shape[2]), query.new_empty(num_heads, num_rows, dtype=wide)
+    lse = query.new_empty(num_heads, num_rows, dtype=wide(query))
+    return query.new_empty(num_rows, num_heads, value.shape[2]), lse
 
 
 @torch.library.register_fake("radixtrain::tree_attention_backward", lib=OPERATORS)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from radixtrain.kernels.functions import first_order, fused
+from radixtrain.kernels.functions import first_order, fused, wide
 
 # Rows of a chunk: a quarter of D within these bounds, so that its logits are about a quarter of the head. Each chunk
 # reads the head twice and its gradient once. With few rows the three products wait for memory, even more if the head is
@@ -80,7 +80,7 @@ def linear_cross_entropy(
     """
     if impl == "reference":
         logits = linear(hidden, weight, bias)
-        losses = cross_entropy(logits.to(_wide(logits))[rows], labels, reduction="none")
+        losses = cross_entropy(logits.to(wide(logits))[rows], labels, reduction="none")
         return torch.where(loss_weights == 0, 0, loss_weights.to(losses) * losses).sum()
     if impl != "fused":
         raise ValueError(f'impl must be "fused" or "reference", got {impl!r}')
@@ -206,11 +206,6 @@ class _Logprobs(torch.autograd.Function):
         return *(None if gradient is None else gradient.to(value.dtype) for gradient, value in pairs), None, None
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    """Return the dtype of softmax and sums."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _as_computed(hidden: Tensor, *head: Tensor | None) -> list[Tensor | None]:
     """Cast to the dtype of autocast."""
     device = hidden.device.type
@@ -247,10 +242,10 @@ def _logprobs_and_gradients(
     given: x, weight, bias. The gradients of the last two are float32 or wider.
     """
     x, *head = given
-    loss_weights = loss_weights.to(_wide(x))
+    loss_weights = loss_weights.to(wide(x))
     logprobs = torch.zeros_like(loss_weights)
     sums = [
-        torch.zeros_like(each, dtype=_wide(x)) if is_needed else None
+        torch.zeros_like(each, dtype=wide(x)) if is_needed else None
         for each, is_needed in zip(head, needed[1:3], strict=True)
     ]
     gradients = [torch.empty_like(x) if needed[0] else None, *sums]
@@ -288,7 +283,7 @@ def _add_gradients(chunk: _Chunk, given: Sequence[Any], gradients: Sequence[Tens
 
 def _logits_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return the logits of a chunk in a new tensor, because it is overwritten. The host widens them once, not twice."""
-    dtype = _wide(x) if _on_host(x) else x.dtype
+    dtype = wide(x) if _on_host(x) else x.dtype
     return x.to(dtype, copy=True) if weight is None else linear(x, weight, bias).to(dtype)
 
 
@@ -298,7 +293,7 @@ def _max_and_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
     In place, as nothing in memory is larger: `torch.logsumexp` makes another tensor of their size, and took three
     times as long (V = 151,936, 128 rows on a CPU: 70 against 22 ms, beside 1.2 s for the products).
     """
-    z = logits.to(_wide(logits))
+    z = logits.to(wide(logits))
     top = z.amax(-1, keepdim=True)
     return top, z.sub_(top).exp_().sum(-1, keepdim=True)
 

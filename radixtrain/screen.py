@@ -49,12 +49,12 @@ def screen(**options: Any) -> Console:
     from rich.console import Console  # here, since errors are printed where rich is not needed
     from rich.segment import Segment
 
-    class Screen(Console):
+    class EscapingConsole(Console):
         def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
                 yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
-    return Screen(**options)
+    return EscapingConsole(**options)
 
 
 class _Record(logging.LogRecord):

@@ -15,12 +15,11 @@ python recipes/convert_rollouts.py < runs.jsonl > rows.jsonl
 | | `prompt_token_ids`, `completion_token_ids`: a call | itself |
 | ART | `messages_and_choices`, or `trajectories` with them | each history, as a chat |
 
-A row of tokens has `input_ids`, `mask` (1 for a token that the model sampled) and, if the store has them,
-`old_logprobs` and `advantages`. What several paths share has a `mask` of 1 in the first of their rows only. `fit`
-ignores the logprobs and refuses the advantages: leave them out by `data.columns: {advantages: null}`. A call without a
-parent continues the longest earlier call with whose tokens its prompt begins. Of a run's sequences those without a
-sampled token are left out. Images, a run without tokens and one that ended in an error are refused: take them out
-first, as well as runs that should not be imitated.
+A row of tokens has `input_ids` and `mask` (1 for a token that the model sampled); log-probabilities and advantages are
+left out. What several paths share has a `mask` of 1 in the first of their rows only. A call without a parent continues
+the longest earlier call with whose tokens its prompt begins. Of a run's sequences those without a sampled token are
+left out. Images, a run without tokens and one that ended in an error are refused: take them out first, as well as runs
+that should not be imitated.
 """
 
 import json
@@ -35,29 +34,26 @@ class Store(NamedTuple):
     """Where an item keeps its tokens. A dot goes into an object or a list, and `*` over a list.
 
     tokens: all tokens; with `completion` those before the sampled ones. mask: true for a sampled token.
-    logprobs, advantages: numbers of all tokens or of the sampled ones; an advantage may be one number.
-    tail: how many tokens at the end the mask and the numbers are for. Without a mask all of these are sampled.
+    tail: how many tokens at the end the mask is for. Without a mask all of these are sampled.
     parent: of the item that this one continues, its `id`, or without `id` its place in the list.
     """
 
     tokens: str
     mask: str = ""
     completion: str = ""
-    logprobs: str = "logprobs"
-    advantages: str = ""
     tail: str = ""
     parent: str = ""
     id: str = ""
 
 
-BRANCH = Store("token_ids", "mask", advantages="advantages")
+BRANCH = Store("token_ids", "mask")
 NODE = BRANCH._replace(parent="parent")
-CAPTURED = Store("tokens.ids", "tokens.sampled_mask", logprobs="tokens.logprobs", parent="parent", id="node_id")
-CAPTURED_SAMPLE = Store("input_ids", "loss_mask", logprobs="rollout_logprobs")
-SAMPLE = Store("tokens", "loss_mask", logprobs="rollout_log_probs", tail="response_length")
-SAMPLED = "response.choices.0.meta_info.output_token_logprobs.*"  # SGLang's: log-probability, token, text
-RECORD = Store("request.input_ids", completion=f"{SAMPLED}.1", logprobs=f"{SAMPLED}.0")
-STEP = Store("prompt_ids", completion="response_ids", advantages="advantage")
+CAPTURED = Store("tokens.ids", "tokens.sampled_mask", parent="parent", id="node_id")
+CAPTURED_SAMPLE = Store("input_ids", "loss_mask")
+SAMPLE = Store("tokens", "loss_mask", tail="response_length")
+SAMPLED = "response.choices.0.meta_info.output_token_logprobs.*.1"  # SGLang's: log-probability, token, text
+RECORD = Store("request.input_ids", completion=SAMPLED)
+STEP = Store("prompt_ids", completion="response_ids")
 STEP_DELTA = STEP._replace(tokens="prompt_ids_suffix", parent="parent_step_id", id="id")
 CALL = Store("prompt_token_ids", completion="completion_token_ids")
 CALL_DELTA = CALL._replace(tokens="prompt_ids_suffix", parent="parent_trace_id", id="trace_id")
@@ -138,7 +134,7 @@ def paths(items, store):
 
 def without_loss(piece):
     """Return what an earlier row trains, as context."""
-    return {**piece, "mask": [0] * len(piece["mask"]), "old_logprobs": None, "advantages": None}
+    return {**piece, "mask": [0] * len(piece["mask"])}
 
 
 def named_parents(items, store):
@@ -161,13 +157,13 @@ def added(calls, path):
     """Return what each call of a path adds to the one before it."""
     starts = [0, *(len(calls[place]["mask"]) for place in path[:-1])]
     return [
-        {name: column and column[start:] for name, column in calls[place].items()}
+        {name: column[start:] for name, column in calls[place].items()}
         for place, start in zip(path, starts, strict=True)
     ]
 
 
 def piece_of(item, store):
-    """Return the columns of what an item adds; a column of numbers is None if the item has none."""
+    """Return the columns of what an item adds."""
     if any(item.get(name) for name in MEDIA) or any(kind != "text" for kind in kinds_of_parts(item)):
         raise ValueError("only text is read, found images or other media")
     if item.get("status", "completed") not in ("completed", "truncated"):  # of miles
@@ -176,49 +172,23 @@ def piece_of(item, store):
     if not tokens and not is_message and item.get(store.parent) is None:
         raise ValueError(f"no {store.tokens}: the run was not recorded for training; use its messages")
     tokens = tokens or []
-    count = value_at(item, store.tail) if store.tail else len(tokens)
     if store.completion:
         completion = value_at(item, store.completion)
         mask = [0] * len(tokens) + [1] * len(completion)
         tokens = tokens + completion
-        count = len(tokens)
     else:
+        count = value_at(item, store.tail) if store.tail else len(tokens)
         own = value_at(item, store.mask) or ([1] * count if store.tail else [])
         if len(own) != count or not 0 <= count <= len(tokens):
             raise ValueError(f"{store.mask}: expected {count} values for {len(tokens)} tokens, found {len(own)}")
         mask = [0] * (len(tokens) - count) + [int(value) for value in own]
-    numbers = [numbers_of(value_at(item, name) if name else None, mask, count) for name in store[3:5]]
-    if any(item.get(name) for name in UNTRAINED):
-        mask = [0] * len(mask)
-    logprobs, advantages = numbers
-    return {"input_ids": tokens, "mask": mask, "old_logprobs": logprobs, "advantages": advantages}
-
-
-def numbers_of(values, mask, count):
-    """Return a number for each token, 0.0 for those that were not sampled; None if there are none."""
-    if values is None or (values == [] and any(mask)):
-        return None
-    if not isinstance(values, list):
-        return [values if sampled else 0.0 for sampled in mask]
-    if len(values) == count:
-        return [0.0] * (len(mask) - count) + values
-    if len(values) != sum(mask):
-        raise ValueError(f"expected {sum(mask)} or {count} numbers, found {len(values)}")
-    remaining = iter(values)
-    return [next(remaining) if sampled else 0.0 for sampled in mask]
+    piece = {"input_ids": tokens, "mask": mask}
+    return without_loss(piece) if any(item.get(name) for name in UNTRAINED) else piece
 
 
 def joined(pieces):
-    """Return the row of the pieces. Raises ValueError if only some of those with sampled tokens have logprobs."""
-    row = {name: [value for piece in pieces for value in piece[name]] for name in ("input_ids", "mask")}
-    trained = [piece for piece in pieces if any(piece["mask"])]
-    for name in ("old_logprobs", "advantages"):
-        has = [piece[name] is not None for piece in trained]
-        if any(has) and not all(has) and name == "old_logprobs":
-            raise ValueError("logprobs: some items of this sequence have them, and others have none")
-        if any(has):
-            row[name] = [value for piece in pieces for value in piece[name] or [0.0] * len(piece["mask"])]
-    return row
+    """Return the row of the pieces."""
+    return {name: [value for piece in pieces for value in piece[name]] for name in ("input_ids", "mask")}
 
 
 def value_at(item, place):

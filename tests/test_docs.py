@@ -29,7 +29,7 @@ from radixtrain.collators.token_row import TokenRow
 from radixtrain.commands.help import all_keys
 from radixtrain.data.chat import ChatEncoder, UnlabelledEncoder
 from radixtrain.data.columns import PAIRS
-from radixtrain.data.files.rows import OURS
+from radixtrain.data.files.rows import STANDARD_COLUMNS
 from radixtrain.data.files.sources import TABLES as OF_TABLES
 from radixtrain.data.files.sources import TEXTS, Source, as_sources, read_rows
 from radixtrain.errors import UserError
@@ -155,7 +155,9 @@ def test_the_list_of_sources() -> None:
     [example] = re.findall(r"^```yaml\n(data:.*?)^```", read(FORMATS), re.M | re.S)
     sources = as_sources(yaml.safe_load(example)["data"]["train_file"])
     assert [source.label for source in sources] == ["chats/*.jsonl.gz", "questions", "acme/chats/en/train"]
-    assert all(f"`{name}`" in read(FORMATS) for name in OURS if "mask" not in name and name not in ("labels",))
+    assert all(
+        f"`{name}`" in read(FORMATS) for name in STANDARD_COLUMNS if "mask" not in name and name not in ("labels",)
+    )
 
 
 def test_the_pairs_of_columns() -> None:

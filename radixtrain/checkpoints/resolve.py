@@ -114,14 +114,14 @@ def _age(path: Path) -> tuple[float, float, str]:
         return math.inf, math.inf, path.name
 
 
-OURS = re.compile(r"step=\d+")  # how a run names its checkpoints; other names are the user's
+NAME_OF_STEP = re.compile(r"step=\d+")  # how a run names its checkpoints; other names are the user's
 
 
 def prune(folder: Path, limit: int, keep: Path | None = None) -> None:
     """Delete the oldest checkpoints `step=N` until `limit` are left. `keep` stays, and does not count."""
     assert limit >= 1, limit
     kept = keep and keep.resolve()
-    ours = [path for _, path in committed(Path(folder)) if OURS.fullmatch(path.name) and path.resolve() != kept]
+    ours = [path for _, path in committed(Path(folder)) if NAME_OF_STEP.fullmatch(path.name) and path.resolve() != kept]
     for path in reversed(ours[limit:]):
         with only_warns(f"old checkpoints of {folder} cannot be deleted"):
             remove(path)

@@ -45,8 +45,8 @@ def run(settings: Report | Inspect, words: Sequence[str]) -> None:
             asked = {key: getattr(settings, key) for key in ("step", "micro_batch", "row", "full")}
             inspect(data, screen(), **asked)
     except Exception as error:
-        if told := explain(error, None):
-            raise UserError(told) from error
+        if message := explain(error, None):
+            raise UserError(message) from error
         raise
 
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from lightning.fabric.utilities.seed import seed_everything
 
 from radixtrain.commands import EVALUATING
-from radixtrain.commands.before_reading import (
+from radixtrain.commands.loggers import TRACKING, check_loggers, continue_wandb_run, errors_of_services, make_loggers
+from radixtrain.commands.preflight import (
     check_weights_and_room,
     checkpoint_of_fit,
     checkpoint_to_evaluate,
     defaults_of_model,
     described_start,
 )
-from radixtrain.commands.loggers import TRACKING, check_loggers, continue_wandb_run, errors_of_services, make_loggers
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import form_groups, ranks
@@ -135,8 +135,8 @@ class Command:
                 self.ckpt_path, written = ranks().broadcast_from_rank0(lambda: self._prepare(stack), long_timeout=True)
                 self._run_prepared(written)
             except Exception as error:
-                if told := explain(error, self.output_dir if self.name == "fit" else None):
-                    raise UserError(told) from error
+                if message := explain(error, self.output_dir if self.name == "fit" else None):
+                    raise UserError(message) from error
                 raise
 
     def _prepare(self, stack: ExitStack) -> tuple[str | None, int]:

@@ -79,7 +79,7 @@ def make_loggers(settings: TrainerSettings, output_dir: Path) -> list[Logger]:
         return []
     project, run_name = settings.project, settings.run_name or output_dir.name
     with errors_of_services():
-        return [_made(name, project, run_name, output_dir) for name in dict.fromkeys(["csv", *_names(settings)])]
+        return [_make_logger(name, project, run_name, output_dir) for name in dict.fromkeys(["csv", *_names(settings)])]
 
 
 def check_loggers(settings: TrainerSettings) -> None:
@@ -120,7 +120,7 @@ def continue_wandb_run(loggers: Iterable[Logger], checkpoint: str | None) -> str
     return run_id
 
 
-def _made(name: str, project: str | None, run_name: str, output_dir: Path) -> Logger:
+def _make_logger(name: str, project: str | None, run_name: str, output_dir: Path) -> Logger:
     project = project or os.environ.get(VARIABLES.get(name, ""), PROJECT)
     if name == "wandb":
         return WandbLogger(project=project, name=run_name, save_dir=output_dir)

@@ -230,18 +230,18 @@ class ChatEncoder:
     def _finish(self, samples: list[TokenRow], report: EncodeReport) -> list[TokenRow]:
         """Return the samples that are trained, within `max_length`."""
         vocab_size = len(self.tokenizer) if self.vocab_size is None else self.vocab_size
-        kept: list[TokenRow] = []
+        trained: list[TokenRow] = []
         for sample in samples:
             check_vocabulary(sample, vocab_size)
             is_long = self.max_length is not None and len(sample.input_ids) > self.max_length
-            fitted = self._fitted(sample, report) if is_long else self._checked(sample)
-            kept += [fitted] if fitted is not None else []
-        report.num_samples += len(kept)
-        report.num_tokens += sum(len(sample.input_ids) for sample in kept)
-        report.num_labels += sum(sample.num_labels for sample in kept)
-        return kept
+            result = self._within_max_length(sample, report) if is_long else self._checked(sample)
+            trained += [result] if result is not None else []
+        report.num_samples += len(trained)
+        report.num_tokens += sum(len(sample.input_ids) for sample in trained)
+        report.num_labels += sum(sample.num_labels for sample in trained)
+        return trained
 
-    def _fitted(self, sample: TokenRow, report: EncodeReport) -> TokenRow | None:
+    def _within_max_length(self, sample: TokenRow, report: EncodeReport) -> TokenRow | None:
         """Cut a sample to its first `max_length` tokens; None if it is dropped, or if no label is left."""
         assert self.max_length is not None
         report.add_long_sample(len(sample.input_ids), sample.where)

@@ -8,7 +8,7 @@ from typing import Any
 
 from radixtrain.data.files.rows import OF_TOKENS, Row, parsed
 from radixtrain.data.messages import EMPTY, LOGS, check_messages, read_tools, with_system
-from radixtrain.data.unread import preference_data, reason_of, tells
+from radixtrain.data.unread import may_affect_learning, preference_data, reason_of
 from radixtrain.errors import DataError
 
 Fields = dict[str, Any]
@@ -60,7 +60,7 @@ def standard_row(row: Row, answered: bool = True) -> Row:
         raise DataError(row.where, _unknown(row.fields))
     unread = {name: value for name, value in {**row.unread, **left}.items() if value not in (None, "", [], {})}
     if not turns_of(standard) and "input_ids" not in standard:
-        _refuse_system(left, row.where)
+        _refuse_system(left, "prompt" in standard, row.where)
     if answered:
         _check_unread(unread, standard, row.where)
     return Row(standard, row.where, unread)
@@ -132,11 +132,11 @@ def _system(fields: Fields, where: str) -> str:
     return "".join([fields.pop(name) for name in found][:1])
 
 
-def _refuse_system(fields: Fields, where: str) -> None:
+def _refuse_system(fields: Fields, is_pair: bool, where: str) -> None:
     if (system := _system(fields, where)).strip():
-        columns = "{user: prompt, assistant: completion}"
+        chat = "for a chat, write data.columns: {user: prompt, assistant: completion}; " if is_pair else ""
         found = f"system: {system[:40]!r} beside plain text, which has no system turn"
-        raise DataError(where, f"{found}; for a chat, write data.columns: {columns}; to leave it out, {{system: null}}")
+        raise DataError(where, f"{found}; {chat}to leave it out, write data.columns: {{system: null}}")
 
 
 def _prompt_and_completion(fields: Fields, where: str, check: Check) -> Fields:
@@ -203,12 +203,12 @@ def _check_unread(unread: Fields, standard: Fields, where: str) -> None:
     is_open = "text" in standard or turns[-1].get("role") in ("user", "tool")
     new = {name: value for name, value in unread.items() if not _is_said(value, turns, name in LABELS)}
     beside = BESIDE_TEXT if is_open else ()
-    told = {name: value for name, value in new.items() if name in beside or tells(name, value)}
-    if told:
+    refused = {name: value for name, value in new.items() if name in beside or may_affect_learning(name, value)}
+    if refused:
         answer = (
-            f"; to answer with it, write {{user: text, assistant: {next(iter(told))}}}" if "text" in standard else ""
+            f"; to answer with it, write {{user: text, assistant: {next(iter(refused))}}}" if "text" in standard else ""
         )
-        raise DataError(where, f"{reason_of(told)}{answer}")
+        raise DataError(where, f"{reason_of(refused)}{answer}")
 
 
 def _is_said(value: object, turns: list[Fields], is_class: bool) -> bool:

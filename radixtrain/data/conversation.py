@@ -230,9 +230,9 @@ def lost_part(message: Message, text: str, with_thinking: bool = True) -> str:
 
 def without_thinking(message: Message) -> Message:
     """Copy the message without its thinking."""
-    kept = {name: value for name, value in message.items() if name not in THOUGHTS}
-    spoken = (kept.get("content") or "").rpartition(THINK_END)[2]
-    return kept | {"content": spoken.lstrip()} if THINK_END in (kept.get("content") or "") else kept
+    said = {name: value for name, value in message.items() if name not in THOUGHTS}
+    spoken = (said.get("content") or "").rpartition(THINK_END)[2]
+    return said | {"content": spoken.lstrip()} if THINK_END in (said.get("content") or "") else said
 
 
 def _lost_call(calls: Any, text: str) -> str:

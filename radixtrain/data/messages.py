@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from radixtrain.data.files.rows import parsed
-from radixtrain.data.unread import COUNTS, THINKING, in_yaml, is_prose, tells, words_of
+from radixtrain.data.unread import COUNTS, THINKING, in_yaml, is_prose, may_affect_learning, words_of
 from radixtrain.errors import DataError
 
 Message = dict[str, Any]
@@ -183,7 +183,7 @@ def _part_text(part: Any, name: str, where: str) -> str:
         reason = f"only parts {{type: text, text}} are read, found {repr(found)[:60]}{hint}"
         raise DataError(where, f"{name}: content: {reason}")
     for key, value in part.items():
-        if key not in ("type", "text") and value not in ("", [], {}) and tells(key, value, of_turn=True):
+        if key not in ("type", "text") and value not in ("", [], {}) and may_affect_learning(key, value, of_turn=True):
             raise DataError(where, f"{name}: content: {key}: {value!r} of a part is not read; remove it, or the part")
     text: str = part["text"]
     return text
@@ -253,7 +253,7 @@ def check_turns(messages: list[Message], words: frozenset[str], where: str, answ
 
     Raises DataError for a key that may hold a part of a turn or tell whether it is learned.
     """
-    unread, told = dict[str, Any](), dict[str, str]()
+    unread, errors = dict[str, Any](), dict[str, str]()
     for number, message in enumerate(messages, start=1):
         bears_loss = message["role"] == "assistant" and message.get("weight") != 0
         for key, value in message.items():
@@ -262,16 +262,16 @@ def check_turns(messages: list[Message], words: frozenset[str], where: str, answ
             unread[f"messages.{key}"] = value
             if answered and (reason := _unread_reason(key, value, bears_loss)):
                 what = f"turn {number} (role {message['role']!r}): {key}: {repr(value)[:40]} {reason}"
-                told.setdefault(key, f"{what}data.columns: {{{in_yaml(f'messages.{key}')}: null}} leaves it out")
-    if told:
-        raise DataError(where, "; ".join(told.values()))
+                errors.setdefault(key, f"{what}data.columns: {{{in_yaml(f'messages.{key}')}: null}} leaves it out")
+    if errors:
+        raise DataError(where, "; ".join(errors.values()))
     return unread
 
 
 def _unread_reason(key: str, value: object, bears_loss: bool) -> str:
-    """Say what is wrong with an unread key of a message, and how to read it; empty if it tells nothing."""
-    told = is_prose(key, value) or tells(key, value, of_turn=True)
-    if not isinstance(value, list) and not (bears_loss and told):
+    """Say what is wrong with an unread key of a message, and how to read it; empty if it may be ignored."""
+    may_matter = is_prose(key, value) or may_affect_learning(key, value, of_turn=True)
+    if not isinstance(value, list) and not (bears_loss and may_matter):
         return ""
     if isinstance(value, int | float):
         return f"is not read; data.columns: {{messages.weight: messages.{key}}} reads it (0: no loss on the turn), "

@@ -72,11 +72,11 @@ class EncodeReport:
     """Counts that `ChatEncoder.encode_all` adds to. `str()` is a line for people.
 
     num_bad_rows: that could not be used; `bad_rows` are what was wrong with the first few.
-    num_samples: kept, the truncated ones among them.
+    num_samples: that are trained, the truncated ones among them.
     num_dropped_samples: longer than `max_length`, with `excess_length_strategy: drop`.
     num_truncated_samples, num_without_loss: cut to `max_length`; and those dropped because the cut took all their loss.
     num_long_samples, longest, longest_where: longer than `max_length`, whatever was done with them.
-    num_tokens, num_labels: of the samples that were kept.
+    num_tokens, num_labels: of the samples that are trained.
     num_with_system, num_without_system: chats that begin with a system turn, and the other chats.
     unused_columns: how many rows had each column, key of messages or last turns that nothing reads.
     """

@@ -20,7 +20,7 @@ from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.cache import tokenized
 from radixtrain.data.chat import ChatEncoder, UnlabelledEncoder
-from radixtrain.data.files.sources import KEY, as_sources, open_rows
+from radixtrain.data.files.sources import TRAIN_FILE, as_sources, open_rows
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import StepSampler, epoch_size, features_of, grouped_order
 from radixtrain.data.template import warn_of_mistakes, writes_date
@@ -74,14 +74,14 @@ def load_split(files: Any, settings: Any, key: str, unlabelled: bool = False) ->
     report = EncodeReport()
     parts: list[Part] = []
     sources = as_sources(files, settings.columns, key)
-    if key == KEY and not unlabelled:
+    if key == TRAIN_FILE and not unlabelled:
         rows = [*islice(chain.from_iterable(open_rows(source) for source in sources), ROWS_LOOKED_AT)]
         warn_of_mistakes(encoder, rows, _stops(settings.model_name_or_path, encoder))
     for source in sources:
         found = tokenized(source, encoder, settings)
         report.add(found.report)
         part = Part(name=source.label, conversations=found.store, weight=source.weight, digest=found.digest)
-        parts.append(_trained_turns(part, settings.train_on) if key == KEY and not unlabelled else part)
+        parts.append(_trained_turns(part, settings.train_on) if key == TRAIN_FILE and not unlabelled else part)
     corpus = Corpus(parts)
     size = len(corpus) if corpus.weights is None else epoch_size(corpus.weights)
     if not size and len(corpus):

@@ -11,15 +11,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")  # of a name: `isGood`, `is_good`, `LOSS_MASK`
+WORD_OF_NAME = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")  # of a name: `isGood`, `is_good`, `LOSS_MASK`
 IDEOGRAPH = r"\u2e80-\u9fff\uac00-\ud7af"  # each of which counts as a word
-WORDS = re.compile(rf"[{IDEOGRAPH}]|[^\s{IDEOGRAPH}]+")
+WORD_OF_TEXT = re.compile(rf"[{IDEOGRAPH}]|[^\s{IDEOGRAPH}]+")
 PROSE = 4  # words of a text that somebody has written for a reader
 
 
 def words_of(name: str) -> set[str]:
     """Split a name into its words, in lower case."""
-    return {word.lower() for word in WORD.findall(name)}
+    return {word.lower() for word in WORD_OF_NAME.findall(name)}
 
 
 COUNTS = words_of(
@@ -56,7 +56,7 @@ TO_TRAIN = {"1", "10", "true", "yes", "on"}
 NO_VERDICTS = {"parallel_tool_calls", "stream", "language_score"}
 
 
-def tells(name: str, value: object, inside: bool = False, of_turn: bool = False) -> bool:
+def may_affect_learning(name: str, value: object, inside: bool = False, of_turn: bool = False) -> bool:
     """Return whether an unread value may tell how, or whether, to learn from its row or its turn.
 
     inside: it is in an object, such as `metadata`, where only a name can tell.
@@ -66,11 +66,12 @@ def tells(name: str, value: object, inside: bool = False, of_turn: bool = False)
     is_verdict = bool(words & VERDICTS)
     inside = inside and not of_turn
     if isinstance(value, Mapping):
-        is_told = is_message(value) or (is_verdict and not inside)
-        return is_told or any(tells(str(key), each, True, of_turn) for key, each in value.items())
+        is_found = is_message(value) or (is_verdict and not inside)
+        return is_found or any(may_affect_learning(str(key), each, True, of_turn) for key, each in value.items())
     if isinstance(value, list | tuple):
         return any(
-            (not inside and isinstance(each, int | float)) or tells(name, each, inside, of_turn) for each in value
+            (not inside and isinstance(each, int | float)) or may_affect_learning(name, each, inside, of_turn)
+            for each in value
         )
     if (
         not isinstance(value, str | int | float)
@@ -90,7 +91,7 @@ def tells(name: str, value: object, inside: bool = False, of_turn: bool = False)
 
 def is_prose(name: str, value: object) -> bool:
     """Return whether a value is a text for a reader, and its name does not say that it is an id, a count or a time."""
-    return isinstance(value, str) and len(WORDS.findall(value)) >= PROSE and not words_of(name) & COUNTS
+    return isinstance(value, str) and len(WORD_OF_TEXT.findall(value)) >= PROSE and not words_of(name) & COUNTS
 
 
 def is_message(value: object) -> bool:
@@ -98,12 +99,12 @@ def is_message(value: object) -> bool:
     return isinstance(value, Mapping) and ({"role", "content"} <= value.keys() or {"from", "value"} <= value.keys())
 
 
-def reason_of(told: Mapping[str, Any]) -> str:
+def reason_of(refused: Mapping[str, Any]) -> str:
     """Say what is wrong with columns that may tell whether, or how, to learn from their row, and how to read it."""
-    columns = f"data.columns: {{{', '.join(f'{in_yaml(name)}: null' for name in told)}}}"
-    if data := preference_data(told):
+    columns = f"data.columns: {{{', '.join(f'{in_yaml(name)}: null' for name in refused)}}}"
+    if data := preference_data(refused):
         return f"{data}; to learn from the other columns only, write {columns}"
-    shown = ", ".join(f"{name}: {repr(value)[:40]}" for name, value in told.items())
+    shown = ", ".join(f"{name}: {repr(value)[:40]}" for name, value in refused.items())
     reason = "nothing reads this, and it may say what is good to learn, or hold another answer"
     mask = ", or name it mask if it has 1 for each token to learn" if "mask" in words_of(shown) else ""
     return f"{shown}: {reason}; keep the rows to imitate, and write {columns}{mask}"

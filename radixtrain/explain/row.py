@@ -24,7 +24,7 @@ from radixtrain.explain.micro_batch import micro_batches
 from radixtrain.explain.tokens import marked, sample_tokens, shortened, visible
 
 MOST_CHARS = 800  # to show of a field, or of a rendered text
-REFUSED = "bold red"
+STYLE_OF_ERROR = "bold red"
 FORMS = {"plain": "plain text", "chat": "a whole chat", "turn": "a turn of the assistant"}
 SPLITS = ("train", "validation", "test", "predict")
 
@@ -54,7 +54,7 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
             yield _named(fields, full)
     items = encoder.drafts(content, report := EncodeReport())
     if report.unused_columns:
-        yield _indented(Text(f"not read: {', '.join(sorted(report.unused_columns))}", style=REFUSED))
+        yield _indented(Text(f"not read: {', '.join(sorted(report.unused_columns))}", style=STYLE_OF_ERROR))
     tokenized = encoder.tokenize([item for item in items if isinstance(item, Draft)])
     for number, item in enumerate(items, start=1):
         if not isinstance(item, DataError):
@@ -73,7 +73,7 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
         return
     if report.num_long_samples:
         what = f"{report.num_long_samples} of {len(items)} samples over max_length {encoder.max_length}"
-        yield Text(f"{what}, with excess_length_strategy: {encoder.excess_length_strategy}", style=REFUSED)
+        yield Text(f"{what}, with excess_length_strategy: {encoder.excess_length_strategy}", style=STYLE_OF_ERROR)
     if kept and found.split == "train":
         yield from _computed(data, found.content.where)
 
@@ -103,7 +103,7 @@ def _computed(data: StepData, where: str) -> Iterator[RenderableType]:
         step = next((step for step, other in named if other == where), None)
         parts = [] if step is None else micro_batches(data, step)
     except UserError as error:
-        yield Text.assemble(("unknown, since the steps cannot be made: ", REFUSED), str(error))
+        yield Text.assemble(("unknown, since the steps cannot be made: ", STYLE_OF_ERROR), str(error))
         return
     places = [
         f"{part.place}, sequence {sequence} of {len(part.samples)}, counted from 0"
@@ -115,7 +115,7 @@ def _computed(data: StepData, where: str) -> Iterator[RenderableType]:
 
 
 def _refused(error: DataError) -> Text:
-    return Text.assemble(("refused: ", REFUSED), str(error))
+    return Text.assemble(("refused: ", STYLE_OF_ERROR), str(error))
 
 
 def _title(text: str) -> Text:

@@ -15,7 +15,7 @@ queries and values have different head dims, as in latent attention (MLA), the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cached_property
 from threading import Lock
 from types import BuiltinFunctionType
@@ -48,7 +48,7 @@ from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.tree.runs import RunLayout
-from radixtrain.versions import saying_what_was_tested
+from radixtrain.versions import saying_what_was_tested, untested
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
 
@@ -82,7 +82,6 @@ class Call:
         """Compute the attention of a layer. heads, scoring: as `tree_attention` takes them."""
         raise NotImplementedError
 
-    @saying_what_was_tested()
     def check_layers(self, backbone: PreTrainedModel, num_layers: int | None, others: str) -> None:
         """Raise RuntimeError unless every layer took part in a pass that ran, and images attended in both directions.
 
@@ -95,12 +94,13 @@ class Call:
         if not all_ran:
             raise RuntimeError(
                 f"radix attention ran in {len(set(self.calls)) + in_graphs} of {num_layers} layers of "
-                f"{type(backbone).__name__}: the others {others}"
+                f"{type(backbone).__name__}: the others {others}{untested()}"
             )
         if self.layout.blocks is not None and not self.both_ways:
             raise RuntimeError(
                 f"no layer of {type(backbone).__name__} let the images of this batch attend in both directions, for "
-                f"which it reads token types: leave these out if it has no such layer, else train it without sharing"
+                f"which it reads token types: leave these out if it has no such layer, else train it without "
+                f"sharing{untested()}"
             )
 
 
@@ -182,10 +182,23 @@ STOCK: dict[str, tuple[Attention | None, Callable[..., Any]]] = {
     **dict.fromkeys(FLASH, (flash_attention_forward, flash_attention_mask)),
 }
 
-# A mapping in which layers find a function, its key there, and what registers another one under this key.
-Place = tuple[MutableMapping[str, Any], str, Callable[[str, Any], None]]
-# Of a decoder, the classes of modules that attend.
-_attending: WeakKeyDictionary[nn.Module, set[type]] = WeakKeyDictionary()
+
+class Place(NamedTuple):
+    """A place where layers find a function.
+
+    mapping, key: it is there. register: puts another one there. stock: transformers' own, None for one of its files.
+    around: makes ours of it.
+    """
+
+    mapping: MutableMapping[str, Any]
+    key: str
+    register: Callable[[str, Any], None]
+    stock: object
+    around: Callable[[Any], Any]
+
+
+# The places of a decoder, by the name of its attention.
+_places: WeakKeyDictionary[nn.Module, dict[str, list[Place]]] = WeakKeyDictionary()
 _TAKING = Lock()  # models may be loaded, and called, in several threads
 _ours: dict[Callable[..., Any], Callable[..., Any]] = {}  # a function of transformers -> ours around it
 
@@ -202,42 +215,40 @@ def take_over(decoder: PreTrainedModel) -> str | None:
     if name == "sdpa" and not isinstance(sdpa, BuiltinFunctionType):
         return f"{_made(sdpa)} replaces torch's own scaled_dot_product_attention"
     with _TAKING:
-        return _take_all(decoder, name)
+        known = _places.setdefault(decoder, {})
+        if name not in known:
+            known[name] = list(_places_of(decoder, name))
+            # Or a model with our hooks would run code that was compiled for one of its class without them.
+            torch._dynamo.config.skip_nnmodule_hook_guards = False
+        return next(filter(None, map(_take, known[name])), None)
 
 
 def _made(function: object) -> str:
     return f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', function)}"
 
 
-def _take_all(decoder: PreTrainedModel, name: str) -> str | None:
-    if decoder not in _attending:
-        classes = {type(module) for path, module in decoder.named_modules() if is_text(path)}
-        _attending[decoder] = {each for each in classes if attends(each)}
-        # Or a model with our hooks would run code that was compiled for one of its class without them.
-        torch._dynamo.config.skip_nnmodule_hook_guards = False
-    attention, mask = STOCK[name]
-    reason = _take((ALL_MASK_ATTENTION_FUNCTIONS, name, AttentionMaskInterface.register), mask, mask_function)
-    reasons = (_take(place, attention, radix_attention) for place in _places(_attending[decoder], name))
-    return reason or next(filter(None, reasons), None)
-
-
 def forget_attention(decoder: nn.Module) -> None:
-    """Find the classes of a decoder's attention anew at the next call: it may have others now."""
+    """Find the places of a decoder's attention anew at the next call: it may have others now."""
     with _TAKING:
-        _attending.pop(decoder, None)
+        _places.pop(decoder, None)
 
 
-def _places(classes: Iterable[type], name: str) -> Iterator[Place]:
+def _places_of(decoder: PreTrainedModel, name: str) -> Iterator[Place]:
+    attention, mask = STOCK[name]
+    yield Place(ALL_MASK_ATTENTION_FUNCTIONS, name, AttentionMaskInterface.register, mask, mask_function)
+    classes: set[type] = {type(module) for path, module in decoder.named_modules() if is_text(path)}
     for module_class in classes:
-        if name == "eager":
-            yield from ((space, key, space.__setitem__) for space, key in eager_places(module_class))
-        else:
-            yield from ((interface, name, AttentionInterface.register) for interface in interfaces_of(module_class))
+        if name != "eager":
+            for interface in interfaces_of(module_class):
+                yield Place(interface, name, AttentionInterface.register, attention, radix_attention)
+        elif attends(module_class):
+            for space, key in eager_places(module_class):
+                yield Place(space, key, space.__setitem__, attention, radix_attention)
 
 
-def _take(place: Place, stock: object, around: Callable[[Any], Any]) -> str | None:
-    """Wrap the function in this place, or return why not. stock: transformers' own, None for one of its files."""
-    mapping, key, register = place
+def _take(place: Place) -> str | None:
+    """Wrap the function in this place, or return why not."""
+    mapping, key, register, stock, around = place
     found: Any = mapping.get(key)
     if found in _ours.values():
         return None

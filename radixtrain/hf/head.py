@@ -15,7 +15,7 @@ the head, so that both compute the same rows of logits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -116,14 +116,7 @@ def _selected(hidden: Tensor, indices: Tensor) -> Tensor:
 
 @contextmanager
 def only_rows(backbone: PreTrainedModel, indices: Tensor) -> Iterator[None]:
-    """Let the backbone return to this thread only these rows of the flattened batch, `[1, P, D]`."""
-    with on_output(backbone, lambda output: with_rows(output, _selected(output[0], indices)[None])):
-        yield
-
-
-@contextmanager
-def on_output(backbone: PreTrainedModel, change: Callable[[Any], Any]) -> Iterator[None]:
-    """Apply a function to the output of the backbone in this thread. If it returns None, the output is unchanged.
+    """Let the backbone return to this thread only these rows of the flattened batch, `[1, P, D]`.
 
     Calls inside such a call, by a hook, are not changed.
     """
@@ -132,10 +125,10 @@ def on_output(backbone: PreTrainedModel, change: Callable[[Any], Any]) -> Iterat
     def begin(backbone: PreTrainedModel, args: tuple[Any, ...]) -> None:
         progress.begin(None)
 
-    def end(backbone: PreTrainedModel, args: tuple[Any, ...], output: object) -> Any:
+    def end(backbone: PreTrainedModel, args: tuple[Any, ...], output: Any) -> Any:
         progress.end()
         is_own = get_ident() == thread and not progress.calls and output is not None
-        return change(output) if is_own else None
+        return with_rows(output, _selected(output[0], indices)[None]) if is_own else None
 
     hooks = (
         backbone.register_forward_pre_hook(begin),

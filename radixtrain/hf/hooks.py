@@ -12,7 +12,6 @@ How a batch is read, and what the head gets of it, is in `collated.py` for a `Ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +36,7 @@ from radixtrain.hf.recurrent import LayerHooks
 from radixtrain.hf.sharing_report import HELP_NOT_ALIKE, SharingReport, SharingWatch
 from radixtrain.hf.token_losses import TokenLoss
 from radixtrain.tree.radix_inputs import RADIX
-from radixtrain.versions import saying_what_was_tested
+from radixtrain.versions import untested
 
 WITHOUT_THE_TREE = (
     "attended without the tree, and their gradient would be wrong; if they are not there, set num_hidden_layers of its "
@@ -116,9 +115,14 @@ class BackboneHooks:
         upstream.begin(None)
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
-        self._judge_again(Parts(self.model, backbone, text_decoder_of(backbone)))
+        parts = Parts(self.model, backbone, text_decoder_of(backbone))
+        self._judge_again(parts)
         if kwargs.get(RADIX) is not None:
-            return (), self._begun(self._collated(backbone, args, kwargs), args, kwargs)
+            if reason := self.collated.refused or self.changed:
+                raise UserError(reason)
+            given = self.collated.arguments(parts, args, kwargs)
+            self.watch.count(backbone, given["radix_call"].layout.shares, HELP_NOT_ALIKE)
+            return (), self._begun(given, args, kwargs)
         call = self._ordinary(backbone, args, kwargs)
         if call is None:
             return None
@@ -187,19 +191,10 @@ class BackboneHooks:
         self.padded.left_padding = self.padded.separates = None
         self.traits = traits  # last: until then other threads judge too
 
-    def _collated(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments for a batch of a `RadixCollator`."""
-        if reason := self.collated.refused or self.changed:
-            raise UserError(reason)
-        num_shared = self.report.num_shared
-        given = self.collated.arguments(self.model, backbone, args, kwargs)
-        self.watch.count(backbone, self.report.num_shared > num_shared, HELP_NOT_ALIKE)
-        return given
-
     def _ordinary(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Upstream | None:
         """Return an ordinary batch that its decoder may share; None if it is not shared."""
         why_not = self.changed or (self.drew if backbone.training else None)
-        call = self.padded.begin(self.model, backbone, args, kwargs, why_not)
+        call = self.padded.begin(backbone, args, kwargs, why_not)
         if call is None:
             self.watch.count(backbone, bool(self.report.num_shared), self.report)
         return call
@@ -215,19 +210,18 @@ class BackboneHooks:
     def _finished(self, backbone: PreTrainedModel, kwargs: dict[str, Any], output: Any) -> Any:
         """Return the output of a call on unique tokens as the head gets it."""
         call: RadixCall = kwargs["radix_call"]
-        if reason := self._why_drawn(backbone, call):
+        if has_drawn(call.layout.device, call.generators) and (reason := self._why_drawn(backbone)):
             return self._without_sharing(backbone, call, reason)
         call.ordinary = (), {}
         self._check_mixers(backbone, call)
         call.check_layers(backbone, self.num_layers, WITHOUT_THE_TREE)
         batches = self.collated if call.places is None else self.padded
-        _expand_router_logits(type(backbone).__name__, output, kwargs, call, batches)
+        if kwargs.get("output_router_logits") or getattr(output, "router_logits", None) is not None:
+            _expand_router_logits(type(backbone).__name__, output, call, batches)
         return batches.outputs(self.model, output, call)
 
-    def _why_drawn(self, backbone: PreTrainedModel, call: RadixCall) -> str | None:
-        """Say what a pass drew at random, unless it was allowed or changes nothing."""
-        if not has_drawn(call.layout.device, call.generators):
-            return None
+    def _why_drawn(self, backbone: PreTrainedModel) -> str | None:
+        """Say what a pass has drawn at random, unless it was allowed or changes nothing."""
         allowed = self.collated.options.allow_dropout
         reason = verdict_of(self.model, backbone, progress=self.progress, allowed=allowed, drew=True).reason
         return reason and why_refused(reason, text_decoder_of(backbone), allowed)
@@ -244,7 +238,6 @@ class BackboneHooks:
         with self.progress.during(None):
             return backbone.forward(*args, **with_made_masks(kwargs))
 
-    @saying_what_was_tested()
     def _check_mixers(self, backbone: PreTrainedModel, call: Any) -> None:
         missing = [module for module in self.mixers if id(module) not in call.mixed]
         if missing:
@@ -252,26 +245,19 @@ class BackboneHooks:
                 f"{len(missing)} of {len(self.mixers)} recurrent layers of {type(backbone).__name__} did not run on "
                 f"the tree, and their gradient would be wrong; the first is a {type(missing[0]).__name__}. If it is "
                 f"among PEFT's modules_to_save, leave it out there: the model has it twice; if the model has changed, "
-                f"call share_prefixes again"
+                f"call share_prefixes again{untested()}"
             )
 
 
-def _expand_router_logits(
-    name: str, output: Any, kwargs: Mapping[str, Any], call: RadixCall, batches: CollatedBatches | PaddedSharing
-) -> None:
+def _expand_router_logits(name: str, output: Any, call: RadixCall, batches: CollatedBatches | PaddedSharing) -> None:
     """Expand router logits of the U unique rows to the original tokens, in place: the loss counts each token once.
 
     In a padded batch they go to their places, and Hugging Face's loss leaves out padding.
     """
     if isinstance(output, tuple):
-        if kwargs.get("output_router_logits"):
-            raise UserError(f"{name} returns its router logits in a tuple; call it with return_dict=True")
-        return
-    router_logits = getattr(output, "router_logits", None)
-    if router_logits is None:
-        return
+        raise UserError(f"{name} returns its router logits in a tuple; call it with return_dict=True")
     expanded = []
-    for index, logits in enumerate(router_logits):
+    for index, logits in enumerate(output.router_logits):
         rows = logits.flatten(0, -2)
         if len(rows) != call.num_rows:
             raise UserError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -26,7 +25,8 @@ from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 
 # Arguments of a tower with one entry on the first axis for each picture. The patches of all grids are in one list.
 OF_PICTURES = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
-# Entries of a tower's output that no backbone reads. Any other has a row for each placeholder or each picture.
+FEATURES, LEVELS = "pooler_output", "deepstack_features"  # entries of a tower's output; of levels there are several
+# Entries that no backbone reads.
 UNREAD = {"last_hidden_state", "hidden_states", "attentions"}
 BESIDES = {"mm_token_type_ids", "token_type_ids", "labels", "num_items_in_batch"}  # which no tower reads
 TOWER = "get_image_features"
@@ -98,36 +98,30 @@ def _distinct_once(backbone: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _computed(compute: Callable[..., Any], backbone: Any, given: Mapping[str, Any]) -> tuple[Any, Pictures]:
     """Return the output for all pictures, and what they are. given: the arguments of the tower by name."""
-    split = _split(given)
-    if split is None:
+    pictures, counts = _split(given)
+    if not pictures:
         return compute(**given), Pictures(None)
-    pictures, counts = split
     owners, first = _distinct(pictures)
-    if _each_has_its_gradient(pictures):
-        owners, first = np.arange(len(pictures)), list(range(len(pictures)))
-    is_nested = counts is not None
-    states = generator_states(device := pictures[0]["pixel_values"].device)
     if len(first) < len(pictures) and not _has_batch_norms(backbone):
-        chosen = [pictures[index] for index in first]
-        output = compute(**{**given, **_joined(chosen, is_nested)})
-        lengths = None if has_drawn(device, states) else _lengths(_features(output), chosen, is_nested)
-        every = None if lengths is None else _of_every(output, chosen, owners, counts)
-        if every is not None and lengths is not None:
+        states = generator_states(device := pictures[0]["pixel_values"].device)
+        chosen = {name: torch.cat([pictures[index][name] for index in first]) for name in pictures[0]}
+        if counts is not None:
+            chosen = {name: each[:, None] for name, each in chosen.items()}  # each in a row of its own
+        output = compute(**{**given, **chosen})
+        lengths = _lengths(output, len(first))
+        every = None if lengths is None else _of_every(output, owners, counts)
+        if every is not None and lengths is not None and not has_drawn(device, states):
             return every, Pictures(_rows_of(lengths, owners), len(pictures), len(first))
         set_generator_states(device, states)
     output = compute(**given)
-    features = _features(output)
-    rows, lengths = None, _lengths(features, pictures, is_nested)
-    if lengths is not None:
-        rows = _rows_of(lengths, np.array(first)[owners])
-    elif features is not None and len(first) == len(pictures):
-        rows = np.arange(len(_flat(features)))
+    lengths = _lengths(output, len(pictures), is_in_rows=counts is not None)
+    rows = None if lengths is None else _rows_of(lengths, np.array(first)[owners])
     return output, Pictures(rows, len(pictures), len(pictures))
 
 
 def _features(output: Any) -> Any:
     """Return the features among what a tower returned; None if there are none."""
-    return output.get("pooler_output") if isinstance(output, Mapping) else None
+    return output.get(FEATURES) if isinstance(output, Mapping) else None
 
 
 def _each_has_its_gradient(pictures: Sequence[Picture]) -> bool:
@@ -140,46 +134,42 @@ def _has_batch_norms(backbone: nn.Module) -> bool:
     return any(module.training and isinstance(module, BATCH_NORMS) for module in backbone.modules())
 
 
-def _split(given: Mapping[str, Any]) -> tuple[list[Picture], IntArray | None] | None:
-    """Return the pictures of a call in order, and how many each row has if they are nested in rows; None if unknown."""
+def _split(given: Mapping[str, Any]) -> tuple[list[Picture], IntArray | None]:
+    """Return the pictures of a call in order, none if they are not known, and how many each row has if rows hold them.
+
+    Rows that hold pictures are filled up with pictures of zeros, which their tower leaves out.
+    """
     rest = {name: given[name] for name in OF_PICTURES if given.get(name) is not None}
-    others = (value for name, value in given.items() if name not in (*OF_PICTURES, *BESIDES))
-    if "pixel_values" not in rest or any(isinstance(each, Tensor) for each in others):
-        return None
-    if not all(isinstance(each, Tensor) for each in rest.values()):
-        return None
+    tensors = {name for name, value in given.items() if isinstance(value, Tensor)} - BESIDES
+    if "pixel_values" not in rest or tensors != rest.keys():
+        return [], None
     parts: dict[str, Sequence[Tensor]] = {}
     counts: IntArray | None = None
     if "image_grid_thw" in rest:
         lengths = rest["image_grid_thw"].prod(-1).tolist()
         if sum(lengths) != len(rest["pixel_values"]):
-            return None
+            return [], None
         parts["pixel_values"] = rest.pop("pixel_values").split(lengths)
-    elif rest["pixel_values"].ndim == 5 and "image_sizes" not in rest:  # rows filled up with pictures of zeros
+    elif rest["pixel_values"].ndim == 5 and "image_sizes" not in rest:
         is_real = rest["pixel_values"].flatten(2).any(2)
         counts = is_real.sum(1).cpu().numpy()
         rest = {name: each[is_real] for name, each in rest.items()}
     parts |= {name: each.split(1) for name, each in rest.items()}
-    if len({len(each) for each in parts.values()}) != 1 or not len(parts["pixel_values"]):
-        return None
+    if len({len(each) for each in parts.values()}) != 1:
+        return [], None
     return [dict(zip(parts, each, strict=True)) for each in zip(*parts.values(), strict=True)], counts
-
-
-def _joined(pictures: Sequence[Picture], is_nested: bool) -> dict[str, Tensor]:
-    """Return the arguments of a tower for these pictures."""
-    inputs = {name: torch.cat([picture[name] for picture in pictures]) for name in pictures[0]}
-    return {name: each[None] for name, each in inputs.items()} if is_nested else inputs
 
 
 def _distinct(pictures: Sequence[Picture]) -> tuple[IntArray, list[int]]:
     """Return the distinct picture of each, and the first copy of each. Compares in full only those of equal sums."""
+    if _each_has_its_gradient(pictures):
+        return np.arange(len(pictures)), [*range(len(pictures))]
     bits = [[bits_of(part) for part in picture.values()] for picture in pictures]
     sums = torch.stack([torch.stack([part.sum(dtype=torch.int64) for part in each]) for each in bits]).tolist()
-    kinds = [[(name, part.dtype, part.shape) for name, part in picture.items()] for picture in pictures]
     first: list[int] = []
     owners: list[int] = []
     for index in range(len(pictures)):
-        alike = (n for n, other in enumerate(first) if sums[other] == sums[index] and kinds[other] == kinds[index])
+        alike = (n for n, other in enumerate(first) if sums[other] == sums[index])
         owner = next((n for n in alike if all(map(torch.equal, bits[first[n]], bits[index]))), len(first))
         if owner == len(first):
             first.append(index)
@@ -187,19 +177,18 @@ def _distinct(pictures: Sequence[Picture]) -> tuple[IntArray, list[int]]:
     return np.array(owners), first
 
 
-def _lengths(features: Any, pictures: Sequence[Picture], is_nested: bool) -> IntArray | None:
-    """Count the features of each picture; None if they are in one piece, and pictures may have different numbers."""
-    if features is None:
+def _lengths(output: Any, num_pictures: int, is_in_rows: bool = False) -> IntArray | None:
+    """Count the features of each picture; None if it is not known which are whose.
+
+    is_in_rows: whether features are joined by the rows of the batch. Then all pictures have one size.
+    """
+    features = _features(output)
+    if features is None or any(each.ndim < 2 for each in features):
         return None
-    if not is_nested and len(features) == len(pictures) and all(each.ndim > 1 for each in features):
-        return np.array([each.flatten(0, -2).shape[0] for each in features])
-    total, sizes = len(_flat(features)), [[part.shape for part in picture.values()] for picture in pictures]
-    alike = all(
-        torch.equal(picture[name], pictures[0][name]) for picture in pictures for name in picture if "pixel" not in name
-    )
-    if total % len(pictures) or not alike or any(each != sizes[0] for each in sizes):
-        return None
-    return np.full(len(pictures), total // len(pictures))
+    lengths = [each.flatten(0, -2).shape[0] for each in features]
+    if is_in_rows:
+        return np.full(num_pictures, sum(lengths) // num_pictures)
+    return np.array(lengths) if len(features) == num_pictures else None
 
 
 def _rows_of(lengths: IntArray, owners: IntArray) -> IntArray:
@@ -207,46 +196,25 @@ def _rows_of(lengths: IntArray, owners: IntArray) -> IntArray:
     return concatenate_ranges(cumulative(lengths)[owners], lengths[owners])
 
 
-def _flat(features: Any) -> Tensor:
-    """Flatten features, of one tensor or one for each picture, to (rows, D)."""
-    parts = [features] if isinstance(features, Tensor) else list(features)
-    return torch.cat([part.flatten(0, -2) for part in parts])
+def _of_every(output: Any, owners: IntArray, counts: IntArray | None) -> Any:
+    """Return what backbones read of the output, for all pictures; None if it is not known how that has to look.
 
-
-def _of_every(output: Any, chosen: Sequence[Picture], owners: IntArray, counts: IntArray | None) -> Any:
-    """Return the output for all pictures; None if it is not known how it has to look.
-
-    output: for the chosen. counts: how many of all pictures each row has, if they are nested.
+    output: for the distinct ones. owners: the distinct picture of each. counts: how many each row has, if rows hold
+    them, whose features a tower joins.
     """
-    entries: dict[str, Any] = {}
-    for name, value in output.items():
-        if name == "deepstack_features":
-            entries[name] = [_every(level, chosen, owners, counts) for level in value]
-        else:
-            entries[name] = _every(value, chosen, owners, counts)
-        if entries[name] is None and name not in UNREAD:
-            return None
+    features, levels = output[FEATURES], output.get(LEVELS)
+    if output.keys() - UNREAD - {FEATURES, LEVELS} or any(len(level) != len(features) for level in levels or ()):
+        return None
+    entries = {FEATURES: _every(features, owners)}
+    if counts is not None:
+        entries[FEATURES] = [*torch.cat(entries[FEATURES]).split((counts * len(features[0])).tolist())]
+    if levels is not None:
+        entries[LEVELS] = [_every(level, owners) for level in levels]
     return type(output)(**entries)
 
 
-def _every(features: Any, chosen: Sequence[Picture], owners: IntArray, counts: IntArray | None) -> Any:
-    """Return an entry of the output for all pictures; None if it has none for each."""
-    is_tensor = isinstance(features, Tensor)
-    if not is_tensor and not (isinstance(features, list | tuple) and all(isinstance(x, Tensor) for x in features)):
-        return None
-    if is_tensor and features.ndim > 2 and len(features) == len(chosen):
+def _every(features: Any, owners: IntArray) -> Any:
+    """Return features of all pictures: one tensor, or a list with one for each."""
+    if isinstance(features, Tensor):
         return features[torch.from_numpy(owners).to(features.device)]
-    if counts is None and not is_tensor and len(features) == len(chosen):
-        return type(features)(features[owner] for owner in owners)
-    lengths = _lengths(features, chosen, counts is not None) if is_tensor or counts is not None else None
-    if lengths is None or (is_tensor and set(features.shape[:-2]) - {1}):
-        return None
-    flat = _flat(features)
-    pieces = flat.split(lengths.tolist())
-    if is_tensor:
-        every = torch.cat([pieces[owner] for owner in owners])
-        return every.view(*features.shape[:-2], *every.shape)
-    assert counts is not None
-    bounds = cumulative(counts).tolist()
-    rows = (owners[start:end] for start, end in pairwise(bounds))
-    return type(features)(torch.cat([flat[:0], *(pieces[owner] for owner in each)]) for each in rows)
+    return type(features)(features[owner] for owner in owners)

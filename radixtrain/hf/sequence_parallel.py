@@ -81,13 +81,16 @@ class RowSplit:
         return self.size * loss + (total - self.size * loss).detach()
 
     def check_same(self, batch: Mapping[str, Any]) -> None:
-        """Refuse a batch that differs between the ranks of the group, by a sum of 64 bits. Waits for a device."""
+        """Refuse a batch that differs between the ranks of the group, by a hash of 64 bits. Waits for a device."""
         entries = [(name, value) for name, given in sorted(batch.items()) for value in _flat(given)]
         tensors = [value for _, value in entries if isinstance(value, Tensor)]
         plain = [(name, value if isinstance(value, PLAIN) else None) for name, value in entries]  # num_items_in_batch
-        found = torch.stack([_checksum(tensor, salt) for salt, tensor in enumerate(tensors)]).sum()
-        found = found + (xxhash.xxh64_intdigest(repr(plain).encode()) >> 1)
-        extremes = torch.stack([found, -found])
+        digest = xxhash.xxh64(repr(plain).encode())
+        for tensor in tensors:
+            numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + numbers.numpy().tobytes())
+        found = digest.intdigest() >> 1
+        extremes = torch.tensor([found, -found], device=tensors[0].device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
         if extremes[0] != -extremes[1]:
             raise UserError(
@@ -128,21 +131,6 @@ def _exchanged(parts: Tensor, group: object) -> Tensor:
     received = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)  # empty_like of a gradient has its strides
     dist.all_to_all_single(received, sent, group=group)
     return received
-
-
-def _checksum(tensor: Tensor, salt: int) -> Tensor:
-    """Sum to an int64 that depends on every value, its place, and the number of values.
-
-    Each is hashed first, as SplitMix64 does (Steele et al., 2014): in a weighted sum of the values themselves, changes
-    such as +1, -2 and +1 in a row cancel out.
-    """
-    flat = tensor.detach().flatten()
-    values = flat.double().view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
-    places = torch.arange(len(values), device=values.device) + (salt << 32)
-    x = values + places * -0x61C8864680B583EB  # odd constants of 64 bits, with their sign
-    x = (x ^ x >> 30) * -0x40A7B892E31B1A47
-    x = (x ^ x >> 27) * -0x6B2FB644ECCEEE15
-    return (x ^ x >> 31).sum() + len(values)
 
 
 class SplitCall(RadixCall):
@@ -256,9 +244,9 @@ class SplitModel:
         split = SplitLoss(own_labels, (targets != IGNORE_INDEX).sum() if given is None else given)
         self.progress.become(split)
         cut = own_inputs({**kwargs, **in_one_row(kwargs, layout_of(kwargs))}, rank, size)
-        asked, places = nn.functional.pad(rows[own], (0, ignored)).unique(return_inverse=True)
-        place_rows = np.append(places[: len(own)].cpu().numpy(), [-1] * ignored)[None]
-        known = {"predictor_indices": asked, "prediction_rows": places, "place_rows": place_rows}
+        asked = nn.functional.pad(rows[own], (0, ignored))
+        place_rows = np.append(np.arange(len(own)), [-1] * ignored)[None]
+        known = {"predictor_indices": asked, "prediction_rows": torch.arange(len(asked)), "place_rows": place_rows}
         labels = {"shift_labels": own_labels, "labels": own_labels.roll(1)}
         return args, with_radix({**kwargs, **cut, **labels}, **known, split=split)
 

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from radixtrain.errors import UserError
+from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.radix_inputs import RADIX
 
@@ -61,13 +61,11 @@ class LossWatch:
 
 
 @torch.compiler.disable  # the watch is new in every call
-def watched(rows: Tensor, is_trained: bool, place_rows: IntArray) -> Tensor:
+def watched(rows: Tensor, place_rows: IntArray) -> Tensor:
     """Return the rows, whose backward pass then raises UserError for a gradient of an unknown loss.
 
-    rows: (R, D). is_trained: whether something before these rows is trained. place_rows: of the `RadixInputs`.
+    rows: (R, D). place_rows: of the `RadixInputs`.
     """
-    if not torch.is_grad_enabled() or not (rows.requires_grad or is_trained):
-        return rows
     return _Watched.apply(rows if rows.requires_grad else rows.detach().requires_grad_(), LossWatch(place_rows))
 
 
@@ -86,16 +84,10 @@ class _Watched(torch.autograd.Function):
 
 
 @torch.compiler.disable  # reads the graph
-def for_token_loss(source: Tensor, places: tuple[int, ...] | None = None) -> Tensor:
-    """Return the tensor for a loss over tokens: its source rows accept that gradient if they get no other.
-
-    places: the shape of those that it represents, all of which the loss reads; None for an ordinary tensor.
-    """
-    if has_torch_function_unary(source):  # a lazy one: its table is what the loss reads
-        found: Tensor = handle_torch_function(for_token_loss, (source,), source)
-        return found
-    watch = _watch_above(source)
-    if watch is None or (tuple(source.shape[:-1]) if places is None else places) not in watch.shapes:
+def for_token_loss(source: Tensor) -> Tensor:
+    """Return the tensor for a loss over tokens: its source rows accept that gradient if they get no other."""
+    watch = None if type(source) is SpreadRows else _watch_above(source)  # those are of an ordinary batch
+    if watch is None or tuple(source.shape[:-1]) not in watch.shapes:
         return source
     source.register_hook(watch.compare)
     return _ForTokenLoss.apply(source, watch)

@@ -17,7 +17,7 @@ LARGEST = 2**31 - 1
 FINITE = 1.7976931348623157e308
 TINY = 5e-324  # the smallest number above 0
 BELOW_1 = 1 - 2**-53
-WORDS = {str: "text", int: "integer", float: "number", bool: "true, false", NoneType: "null"}
+TYPE_NAMES = {str: "text", int: "integer", float: "number", bool: "true, false", NoneType: "null"}
 
 
 class Limits(NamedTuple):
@@ -128,7 +128,7 @@ def kind_of(part: Any) -> str:
         return f"list of {' or '.join(map(kind_of, parts_of(inner[0])))}"
     if get_origin(part) is dict or is_dataclass(part):
         return "mapping"
-    return WORDS.get(part) or str(getattr(part, "__name__", part))
+    return TYPE_NAMES.get(part) or str(getattr(part, "__name__", part))
 
 
 def as_yaml(default: object) -> str:

@@ -234,11 +234,11 @@ def _checked(command: str, kind: Any, keys: Mapping[str, Key], given: Mapping[st
     except ImportError:  # only `doctor` runs without it, and says so
         return kind(**values)
     try:
-        return _made(kind, values)
+        return _instantiate(kind, values)
     except ValidationError as error:  # a text that YAML reads as a number, such as a folder named 2026
         values = values | {name: given[name] for name in _refused_keys(error, keys) if isinstance(given.get(name), str)}
     try:
-        return _made(kind, values)
+        return _instantiate(kind, values)
     except ValidationError as error:
         sentences = [
             _sentence(command, keys[name], name in given, given.get(name)) for name in _refused_keys(error, keys)
@@ -253,7 +253,7 @@ def _checked(command: str, kind: Any, keys: Mapping[str, Key], given: Mapping[st
         raise UsageError("a value is no UTF-8 text") from None
 
 
-def _made(kind: Any, values: Mapping[str, Any]) -> Any:
+def _instantiate(kind: Any, values: Mapping[str, Any]) -> Any:
     """Make settings of values by their dotted keys, in strict mode, in which only JSON has sections."""
     from pydantic import TypeAdapter  # here, since --help needs no imports that take time
 

@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from radixtrain.tree.arrays import IntArray, back_to_back, lengths_of
-from radixtrain.tree.sorting import SortedSequences, sort_sequences, without_branches
+from radixtrain.tree.sorting import SortedSequences, branch_points, sort_sequences, without_branches
 
 # Beginnings that are hashed, in tokens: every 16th up to 512, then 16 to each doubling. What sequences share beyond the
 # last one is not looked for.
@@ -60,18 +59,10 @@ class PrefixGroups:
     @cached_property
     def branch_of(self) -> IntArray:
         """Return the deepest branch of each sequence, (n,), int64, -1 without one; inner ones before outer ones."""
-        found, number = np.full(len(self.shared), -1), 0
-        open_branches: list[tuple[int, list[int]]] = [(0, [])]
-        for place, (before, after) in enumerate(pairwise([*self.shared.tolist(), 0])):
-            while open_branches[-1][0] > before:
-                found[open_branches.pop()[1]] = number
-                number += 1
-            if open_branches[-1][0] < max(before, after):
-                open_branches.append((max(before, after), []))
-            open_branches[-1][1].append(place)
-        for _, places in reversed(open_branches[1:]):
-            found[places] = number
-            number += 1
+        found = np.full(len(self.shared), -1)
+        for number, (_, starts, end) in enumerate(branch_points(self.shared)):
+            inside = found[starts[0] : end]
+            inside[inside < 0] = number
         return found[self.places]
 
     @cached_property

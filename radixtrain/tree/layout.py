@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.tree_flex import tree_block_mask
-from radixtrain.kernels.varlen_args import Ragged
+from radixtrain.kernels.varlen_args import Ragged, added_to_scores
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.chains import Cascade, Entry, cascade
@@ -162,7 +162,7 @@ class TreeLayout(Movable):
         rows = self.rows if dtype == torch.int32 else self._wide
         return rows[self._bounds[index] : self._bounds[index + 1]]
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return self._host.lengths[0]
 
@@ -176,7 +176,7 @@ class TreeLayout(Movable):
         """Return the largest position id, without padding rows; 0 if there is no row."""
         return self._host.max_position[0]
 
-    @property
+    @cached_property
     def num_sequences(self) -> int:
         return self._host.lengths[SECTIONS.index("cu_seqlens")] - 1
 
@@ -194,7 +194,7 @@ class TreeLayout(Movable):
         """Return (B, L), the shape of the ids in an ordinary batch; wider if the rows with their padding need it."""
         return self.num_sequences, max(self.max_seqlen, -(-self.num_rows // self.num_sequences))
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.rows.device
 
@@ -279,7 +279,7 @@ class TreeLayout(Movable):
         """Make the mask of the rows [start, end), float32: 0 if `k <= q < row_subtree_ends[k]`, else -inf."""
         rows = torch.arange(start, end, device="cpu")
         hidden = (rows[:, None] < rows) | (rows[:, None] >= self.row_subtree_ends[start:end])
-        return torch.zeros(hidden.shape, device="cpu").masked_fill_(hidden, float("-inf"))
+        return added_to_scores(hidden)
 
     def _causal_sections(self, q: str, k: str) -> Piece:
         of_q, of_k = (self.section(name, torch.int32) for name in (q, k))

@@ -8,7 +8,7 @@ NumPy only, as for the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from radixtrain.tree.arrays import IntArray, check_not_negative, concatenate_ranges, lengths_of
+from radixtrain.tree.arrays import IntArray, check_not_negative, concatenate_ranges, cumulative, lengths_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,24 +93,32 @@ def _common_prefix(one: bytes, other: bytes, step: int) -> int:
     return int(differs.argmax()) * 4 // step * step
 
 
-def _lcp_intervals(lcp: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Find the branch points of sorted sequences: depths, parents, and where each sequence leaves the one before it.
+class BranchPoint(NamedTuple):
+    """The sorted places [starts[0], end), whose sequences are alike up to a depth, in tokens, and no further.
 
-    lcp: what each shares with the one before it. Point 0, its own parent, has depth 0 and holds all of them.
+    starts: the first place of each branch, of which there are at least two.
     """
-    depth, parent, point_of, open_points = [0], [0], [], [0]
-    for value in lcp:
-        closed = None
-        while depth[open_points[-1]] > value:
-            closed = open_points.pop()
-        if depth[open_points[-1]] < value:
-            depth.append(value)
-            parent.append(open_points[-1])
-            open_points.append(len(depth) - 1)
-        if closed is not None:
-            parent[closed] = open_points[-1]
-        point_of.append(open_points[-1])
-    return depth, parent, point_of
+
+    depth: int
+    starts: list[int]
+    end: int
+
+
+def branch_points(lcp: IntArray) -> Iterator[BranchPoint]:
+    """Yield the branch points of sorted sequences, inner ones before those around them.
+
+    lcp: what each shares with the one before it.
+    """
+    open_points: list[tuple[int, list[int]]] = [(0, [])]
+    for place, depth in enumerate([*lcp[1:].tolist(), 0], 1):
+        start = place - 1  # of the branch that ends here
+        while open_points[-1][0] > depth:
+            point, starts = open_points.pop()
+            yield BranchPoint(point, starts, place)
+            start = starts[0]
+        if open_points[-1][0] < depth:
+            open_points.append((depth, [start]))
+        open_points[-1][1].append(place)
 
 
 def without_small_branches(lcp: IntArray, min_shared_tokens: int) -> IntArray:
@@ -129,15 +137,12 @@ def without_branches(lcp: IntArray, is_small: Callable[[list[int], int, int], bo
     is_small: the places that share a point with the one before them, its depth, and that of the remaining one above it
         -> whether it is removed.
     """
-    depth, parent, point_of = _lcp_intervals(lcp.tolist())
-    entries: list[list[int]] = [[] for _ in depth]
-    for place, point in enumerate(point_of):
-        entries[point].append(place)
-    remaining = [0] * len(depth)
-    for point in sorted(range(1, len(depth)), key=depth.__getitem__):
-        above = remaining[parent[point]]
-        remaining[point] = above if is_small(entries[point], depth[point], above) else depth[point]
-    return np.array([remaining[point] for point in point_of], dtype=np.int64)
+    remaining, above = lcp.copy(), np.zeros_like(lcp)
+    for depth, starts, end in reversed([*branch_points(lcp)]):
+        outer = int(above[starts[0]])
+        to = outer if is_small(starts[1:], depth, outer) else depth
+        remaining[starts[1:]] = above[starts[0] : end] = to
+    return remaining
 
 
 def heaviest_first(by_order: SortedSequences) -> SortedSequences:
@@ -146,37 +151,13 @@ def heaviest_first(by_order: SortedSequences) -> SortedSequences:
     Any depth-first order describes the trie, so the order and the LCP array stay what they are for its readers. The
     others keep their order, and a sequence that ends at the branch point adds no rows wherever it comes.
     """
-    lengths, lcp = by_order.lengths.tolist(), by_order.lcp.tolist()
-    if not any(lcp):
-        return by_order
-    firsts = dict.fromkeys(range(len(lcp)), 0)  # the LCP of each sequence with the one before it in the new order
-    open_points: list[tuple[int, list[_Branch]]] = [(0, [])]
-    for place, depth in enumerate([*lcp[1:], -1]):
-        branch = _Branch([place], lengths[place])
-        while open_points and open_points[-1][0] > depth:
-            point, branches = open_points.pop()
-            branch = _joined(point, [*branches, branch], firsts)
-        if open_points and open_points[-1][0] == depth:
-            open_points[-1][1].append(branch)
-        elif depth >= 0:
-            open_points.append((depth, [branch]))
-    order = np.array(branch.places, dtype=np.int64)
-    return SortedSequences(by_order.order[order], by_order.lengths[order], np.array([firsts[x] for x in branch.places]))
-
-
-class _Branch(NamedTuple):
-    """Sequences that are alike up to a branch point. num_tokens: the rows of all, with those above it once."""
-
-    places: list[int]
-    num_tokens: int
-
-
-def _joined(point: int, branches: list[_Branch], firsts: dict[int, int]) -> _Branch:
-    """Put the branches of a point, at this depth, in order, and note that each but the first shares it."""
-    if point:
-        heaviest = max(range(len(branches)), key=lambda index: branches[index].num_tokens)
-        branches.insert(0, branches.pop(heaviest))
-    for branch in branches:
-        firsts[branch.places[0]] = point
-    places = [place for branch in branches for place in branch.places]
-    return _Branch(places, point + sum(branch.num_tokens - point for branch in branches))
+    shared, rows = by_order.lcp.tolist(), cumulative(by_order.lengths - by_order.lcp).tolist()  # up to each place
+    lcp, moved = [*shared], [*range(len(shared))]
+    for _, starts, end in branch_points(by_order.lcp):
+        branches = [*pairwise([*starts, end])]
+        start, end = max(branches, key=lambda places: rows[places[1]] - rows[places[0]] + shared[places[0]])
+        first = starts[0]
+        lcp[first], lcp[start] = lcp[start], lcp[first]  # the first of all shares less, with what comes before it
+        for places in (lcp, moved):
+            places[first:end] = places[start:end] + places[first:start]
+    return SortedSequences(by_order.order[moved], by_order.lengths[moved], np.array(lcp, dtype=np.int64))

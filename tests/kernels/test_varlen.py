@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from radixtrain.kernels import cpu_loops
-from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel, schedule_of
+from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel, rectangles_of
 from radixtrain.kernels.efficient import EfficientKernel
 from radixtrain.kernels.flash import CudnnKernel, TorchCUDAKernel
 from radixtrain.kernels.varlen import KERNELS, varlen_kernel
@@ -142,8 +142,9 @@ def test_pairs_grow_with_the_length_alone() -> None:
     """Within a window of 64, twice the tokens are twice the pairs, not four times."""
     pairs = []
     for length in (1024, 2048):
-        parts = schedule_of(ragged_call(((length,), (length,), True)), window=64).parts
-        pairs.append(sum(part.number * part.num_queries * part.num_keys for part in parts))
+        parts = rectangles_of(ragged_call(((length,), (length,), True)), window=64)
+        rows = [(part.queries.stop - part.queries.start, part.keys.stop - part.keys.start) for part in parts]
+        pairs.append(sum(queries * keys for queries, keys in rows))
     assert pairs[1] < 2.1 * pairs[0]
 
 

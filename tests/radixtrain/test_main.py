@@ -2,7 +2,6 @@
 
 import io
 import json
-import subprocess
 import sys
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 import radixtrain
 from radixtrain.__main__ import main
 from radixtrain.commands import COMMANDS
-from tests.support import FULL, cases
+from tests.support import cases
 
 ROBOT = {"messages": [{"role": "robot", "content": "x"}]}
 
@@ -49,15 +48,6 @@ def test_bad_rows_are_reported_and_the_rest_is_trained_on(arguments, shop, tmp_p
     assert f"skipped {path}:5: messages: turn 1: unknown role" in caplog.text
     assert f"skipped {path}:10: not valid JSON" in caplog.text
     assert (tmp_path / "out" / "model").exists()
-
-
-@FULL
-def test_in_a_process_of_its_own(arguments, tmp_path):
-    command = [sys.executable, "-m", "radixtrain", *arguments(data__train_file=tmp_path / "none.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == f"error: no such file: {tmp_path / 'none.jsonl'}"
-    assert "Traceback" not in done.stderr
 
 
 def test_a_screen_with_few_characters_and_none(arguments, monkeypatch, tmp_path):

@@ -123,18 +123,3 @@ def test_a_package_that_says_no_version(monkeypatch, tmp_path):
     assert installed("wandb9") is None
     monkeypatch.setattr("importlib.metadata.version", lambda name: None)  # a broken dist-info, in Python 3.11
     check_versions()
-
-
-class TestTheEndOfTheProcess:
-    """Objects that Python does not look at are leaks to a library built with nanobind, which lists them."""
-
-    @pytest.mark.parametrize(("library", "frozen"), [(None, True), ("plain", True), ("nanobind", False)])
-    def test_frozen_unless_a_library_would_list_leaks(self, library, frozen, monkeypatch):
-        kind = type("nb_func", (), {"__module__": str(library)})
-        found = {"triton._C.libtriton": SimpleNamespace(part=kind())} if library else {}
-        called = []
-        monkeypatch.setattr(entrance, "sys", SimpleNamespace(modules=found))
-        monkeypatch.setattr(entrance, "signal", SimpleNamespace(signal=lambda *_: None, SIGINT=2, SIG_IGN=1))
-        monkeypatch.setattr(entrance, "gc", SimpleNamespace(freeze=lambda: called.append(True)))
-        entrance._leave()
-        assert bool(called) is frozen

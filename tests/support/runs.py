@@ -7,7 +7,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,27 @@ def logged(folder: Path, column: str = "loss", version: int = 0) -> dict[int, fl
 
 def summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """A file with a line of JSON for each row; a row that is text is a line as it is."""
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def rows_in(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def errors_in(said: str) -> list[str]:
+    """What each line of an error says."""
+    return [line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Of every file, however deep."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def names(folder: Path) -> list[str]:

@@ -128,7 +128,7 @@ def _refuse_constant(name: str) -> None:
 DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 
-OURS = (
+STANDARD_COLUMNS = (
     *("messages", "prompt", "completion", "user", "assistant", "system", "instruction", "input", "output"),
     *("conversations", "text", "tools", "chat_template_kwargs"),
     *("input_ids", "labels", "completion_mask", "assistant_masks", "mask", "loss_weights"),
@@ -159,8 +159,8 @@ def check_columns(columns: object, where: str) -> dict[str, str | None] | None:
     for ours, theirs in columns.items():
         if theirs is not None and not isinstance(theirs, str):
             raise UserError(f"{expected}, found {ours}: {theirs!r}")
-        if theirs is not None and ours not in OURS and not str(ours).startswith(OF_MESSAGES):
-            known = f"ours come first, and are {', '.join(OURS)}, and messages.KEY"
+        if theirs is not None and ours not in STANDARD_COLUMNS and not str(ours).startswith(OF_MESSAGES):
+            known = f"ours come first, and are {', '.join(STANDARD_COLUMNS)}, and messages.KEY"
             raise UserError(f"{where}: {ours}: {theirs}: {ours!r} is not one of our columns; {known}")
     named = [theirs for theirs in columns.values() if theirs is not None]
     if twice := sorted({theirs for theirs in named if named.count(theirs) > 1}):

@@ -26,7 +26,7 @@ from radixtrain.screen import without_passwords
 from radixtrain.settings.fields import TINY, Limits, check_limits
 
 AnyRow = Row | UnreadRow
-KEY = "data.train_file"
+TRAIN_FILE = "data.train_file"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 
 
@@ -58,7 +58,7 @@ class Source:
         return without_passwords(self.name or "/".join(part for part in (self.path, self.subset, self.split) if part))
 
 
-def as_sources(value: object, columns: object = None, key: str = KEY) -> list[Source]:
+def as_sources(value: object, columns: object = None, key: str = TRAIN_FILE) -> list[Source]:
     """Return the sources that a config key names.
 
     value: a path; or a mapping with the fields of `Source`; or a list of these.

@@ -25,7 +25,7 @@ from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.collators.misuse_guard import callers, is_instance_by_name
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import OPTIONS, take_over
-from radixtrain.hf.backbone import CACHE, Parts, pretrained_model_of, text_decoder_of
+from radixtrain.hf.backbone import CACHE, Parts, pretrained_model_of
 from radixtrain.hf.guards.draws import number_that_draws, why_refused
 from radixtrain.hf.guards.rules import (
     check_supported,
@@ -66,9 +66,9 @@ def own_layout(radix: RadixInputs) -> TreeLayout:
 
 
 def check_batch(
-    backbone: PreTrainedModel,
+    parts: Parts,
     head: Any,
-    radix: RadixInputs,
+    layout: TreeLayout,
     given: Mapping[str, Any],
     num_rows: int,
     allowed: tuple[str, ...],
@@ -77,13 +77,12 @@ def check_batch(
 
     given: the arguments of the call without `radix`. num_rows: unique tokens of this process.
     """
-    decoder, layout = text_decoder_of(backbone), own_layout(radix)
-    if getattr(backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
+    decoder = parts.decoder
+    if getattr(parts.backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
         raise UserError(
             "torch.nn.DataParallel cannot spread a radix batch over several GPUs; Trainer uses it if one process sees "
             "several: start one process per GPU (torchrun), or show the process one: CUDA_VISIBLE_DEVICES=0"
         )
-    check_evaluation()
     name = type(decoder).__name__
     if reason := take_over(decoder):
         raise UserError(f"{name}: {reason}, and tree attention would compute something else; {TRAIN_WITHOUT_SHARING}")
@@ -100,23 +99,6 @@ def _check_reach(decoder: PreTrainedModel, longest: int, max_position: int) -> N
 
 def _check_inputs(decoder: PreTrainedModel, given: Mapping[str, Any], num_rows: int) -> None:
     """Refuse a batch that lost tokens or positions, and what cannot be used with a batch of unique tokens."""
-    _check_complete(given, num_rows)
-    for name in OPTIONS & given.keys():
-        raise UserError(f"a radix batch came with {name}, which layers hand on to their attention: leave it out")
-    for name, value in given.items():
-        called = CACHE[0] if isinstance(value, Cache) else name
-        reason = next((reason for pattern, reason in NOT_USABLE.items() if re.search(pattern, called)), None)
-        if reason and isinstance(value, Tensor | Cache):
-            raise UserError(f"a radix batch came with {name}; {reason}")
-    for name in RETURNED_PER_TOKEN:
-        if given.get(name, getattr(decoder.config, name, False)):
-            raise UserError(
-                f"{name} would hold unique tokens, not those of each sequence; turn it off, or use an ordinary batch"
-            )
-
-
-def _check_complete(given: Mapping[str, Any], num_rows: int) -> None:
-    """Refuse a call without unique tokens, as ids or as embeddings, or their positions."""
     rows = _rows_of(given)
     if rows is None or tuple(rows.shape[:2]) != (1, num_rows):
         came = None if rows is None else tuple(rows.shape)
@@ -132,6 +114,18 @@ def _check_complete(given: Mapping[str, Any], num_rows: int) -> None:
             f"{came}: without them a token after a shared prefix would get the position of its row; keep every key of "
             f"the collator"
         )
+    for name in OPTIONS & given.keys():
+        raise UserError(f"a radix batch came with {name}, which layers hand on to their attention: leave it out")
+    for name, value in given.items():
+        called = CACHE[0] if isinstance(value, Cache) else name
+        reason = next((reason for pattern, reason in NOT_USABLE.items() if re.search(pattern, called)), None)
+        if reason and isinstance(value, Tensor | Cache):
+            raise UserError(f"a radix batch came with {name}; {reason}")
+    for name in RETURNED_PER_TOKEN:
+        if given.get(name, getattr(decoder.config, name, False)):
+            raise UserError(
+                f"{name} would hold unique tokens, not those of each sequence; turn it off, or use an ordinary batch"
+            )
 
 
 def _rows_of(given: Mapping[str, Any]) -> Tensor | None:

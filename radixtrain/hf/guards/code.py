@@ -128,10 +128,10 @@ def why_recorded() -> str | None:
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return "torch.export or torch.jit.trace records the call, for other tokens too"
     modes = map(type, [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()])
-    if (name := _unknown(modes)) is not None:
+    if (name := _unknown(modes, KNOWN)) is not None:
         return f"a mode of torch ({name}) {UNIQUE_TOKENS}"
     everywhere = (getattr(nn.modules.module, f"_global{kind}").values() for kind in HOOKS)
-    if (name := _unknown(_functions(*chain(*everywhere)))) is not None:
+    if (name := _unknown(_functions(*chain(*everywhere)), KNOWN)) is not None:
         return f"a hook on every module ({name}) {UNIQUE_TOKENS}"
     return None
 
@@ -312,7 +312,7 @@ def _path(roots: Sequence[nn.Module], module: nn.Module) -> str:
     return next(named, "") or type(module).__name__
 
 
-def _unknown(functions: Iterable[Any], known: Collection[str] = KNOWN) -> str | None:
+def _unknown(functions: Iterable[Any], known: Collection[str]) -> str | None:
     """Name the first function, object or class that no known package defines."""
     for function in functions:
         # A wrapper copies the names of what it wraps, but not its code, the code's globals, or its class.

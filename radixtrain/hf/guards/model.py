@@ -406,15 +406,15 @@ def _passed(
                 (states * weights).sum(), [leaf, *trained.values()], allow_unused=True
             )
             gradients = dict(zip(trained, map(_times_a_vector, of_weights), strict=True))
-    kept = (value for value in changed if isinstance(value, Tensor | float | int))
-    left = [torch.as_tensor(value, device=getattr(value, "device", "cpu")).detach() for value in kept]
+    numbers = (torch.tensor(each, device="cpu") if isinstance(each, float | int) else each for each in changed)
+    left = [each.detach() for each in numbers if isinstance(each, Tensor)]
     return _Pass(states.detach(), gradient.flatten(0, 1), left, layers, gradients, mixers)
 
 
 def _times_a_vector(gradient: Tensor | None) -> Tensor:
     """Return the product with a vector, which takes less memory than a matrix. None is zeros."""
     if gradient is None:
-        return torch.zeros((), device="cpu")
+        return torch.zeros((), device="cpu")  # whatever the default device
     matrix = gradient.reshape(len(gradient), -1) if gradient.ndim else gradient.reshape(1, 1)
     vector = torch.arange(1, matrix.shape[1] + 1, device=matrix.device).sin()
     return matrix.to(vector.dtype) @ vector if matrix.dtype != torch.float64 else matrix @ vector.double()
@@ -422,7 +422,7 @@ def _times_a_vector(gradient: Tensor | None) -> Tensor:
 
 @contextmanager
 def _as_it_was(backbone: Any) -> Iterator[list[Any]]:
-    """Give back what modules hold, buffers, and rows of embeddings with a `max_norm`.
+    """Recompute nothing, and give back what modules hold, buffers, and rows of embeddings with a `max_norm`.
 
     Yields what has been changed in the decoder. Around it a backbone notes what `generate` needs, such as rope_deltas.
     """
@@ -437,6 +437,11 @@ def _as_it_was(backbone: Any) -> Iterator[list[Any]]:
         for each, module in held
         if isinstance(each, dict | list)
     ]
+    for module in backbone.modules():  # a reentrant one allows no gradient of a single tensor
+        if vars(module).get("gradient_checkpointing"):
+            module.gradient_checkpointing = False
+        if WRAPPER in vars(module):
+            module.checkpoint_fn = _called
     try:
         yield changed
     finally:
@@ -498,19 +503,13 @@ def _is_whole(decoder: Any) -> bool:
 
 @contextmanager
 def _without_trace(backbone: Any, allowed: Collection[str]) -> Iterator[None]:
-    """Give back generators and flags; compile nothing, and show nothing to checkpointing and counts of operations."""
+    """Give back generators; compile nothing, and show nothing to checkpointing and counts of operations."""
     device = next(backbone.get_input_embeddings().parameters()).device
-    checkpointing = [each for each in backbone.modules() if vars(each).get("gradient_checkpointing")]
-    wrappers = {each: each.checkpoint_fn for each in backbone.modules() if WRAPPER in vars(each)}
     generators = [
         value for each in backbone.modules() for value in vars(each).values() if isinstance(value, torch.Generator)
     ]
     of_modules = [each.get_state() for each in generators]
     of_numpy, of_python = np.random.get_state(), random.getstate()  # noqa: NPY002
-    for module in checkpointing:  # a reentrant one allows no gradient of a single tensor
-        module.gradient_checkpointing = False
-    for module in wrappers:
-        module.checkpoint_fn = _called
     unnoticed = saved_tensors_hooks(_same, _same)
     no_modes = _disable_current_modes()
     with without_dropout(backbone, allowed), torch.compiler.set_stance("force_eager"), unnoticed, no_modes:
@@ -524,10 +523,6 @@ def _without_trace(backbone: Any, allowed: Collection[str]) -> Iterator[None]:
             np.random.set_state(of_numpy)  # noqa: NPY002
             random.setstate(of_python)
             torch.clear_autocast_cache()
-            for module in checkpointing:
-                module.gradient_checkpointing = True
-            for module, function in wrappers.items():
-                module.checkpoint_fn = function
 
 
 def _called(function: Any, *args: Any, **kwargs: Any) -> Any:

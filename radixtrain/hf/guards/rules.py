@@ -139,35 +139,25 @@ class Limit(NamedTuple):
 def limit_of(decoder: PreTrainedModel, longest: int, max_position: int) -> Limit | None:
     """Return the limit that rows as long as these pass; None if they do not.
 
-    A prefix would depend on the other sequences of a batch, or tokens attend within chunks of a row. Shorter rows than
-    a chunk are as without it.
+    A prefix would depend on the other sequences of a batch: Hugging Face takes the frequencies of some rotary
+    embeddings from the largest position, that of padding included. Of exactly the number of tokens that a dynamic kind
+    is for, a batch still has the frequencies that a longer one may have left. Or tokens attend within chunks of a row;
+    shorter rows are as without it.
     """
-    change = _change_of_frequencies(decoder.config)
-    if change is not None and max_position >= change.tokens:
-        return change
-    chunk = chunk_of(decoder.config)
-    if chunk and chunk < longest:
-        return Limit(f"attention within chunks of {chunk} tokens, and longer rows", chunk)
-    return None
-
-
-def _change_of_frequencies(config: PreTrainedConfig) -> Limit | None:
-    """Return up to how many tokens rotary embeddings keep their frequencies; None if they always do.
-
-    Hugging Face looks at the largest position of a batch, that of padding included. Of exactly the number of tokens
-    that a dynamic kind is for, a batch still has the frequencies that a longer one may have left.
-    """
+    config = decoder.config
     parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters, *(inner for inner in parameters.values() if isinstance(inner, dict))]  # one, or a layer type's
-    limits = []
-    for rope in kinds:
+    for rope in [parameters, *(inner for inner in parameters.values() if isinstance(inner, dict))]:  # or a layer type's
         kind = rope.get("rope_type", "")
         if "dynamic" in kind or kind == "longrope":  # as transformers asks
             name = "original_max_position_embeddings"
             tokens = rope.get(name) or getattr(config, name, None) or config.max_position_embeddings
             tokens -= "dynamic" in kind
-            limits.append(Limit(f"{kind} rotary embeddings change their frequencies after {tokens} tokens", tokens))
-    return min(limits, key=lambda limit: limit.tokens, default=None)
+            if max_position >= tokens:
+                return Limit(f"{kind} rotary embeddings change their frequencies after {tokens} tokens", tokens)
+    chunk = chunk_of(config)
+    if chunk and chunk < longest:
+        return Limit(f"attention within chunks of {chunk} tokens, and longer rows", chunk)
+    return None
 
 
 def why_padding_matters(decoder: PreTrainedModel) -> str | None:

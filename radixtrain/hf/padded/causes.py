@@ -14,7 +14,6 @@ The gradient of equal tokens arrives at the first of them, as one sum. So no one
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,10 +24,11 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.calls import DROPS_ROWS, FOR_THE_LOSS, READ, TYPES, UNREAD, BoolArray, PaddedRows, is_option
+from radixtrain.hf.padded.calls import DROPS_ROWS, FOR_THE_LOSS, READ, TYPES, why_unknown
+from radixtrain.hf.padded.places import BoolArray, PaddedRows
 from radixtrain.hf.pictures import OF_PICTURES, bits_of, image_token_of
 from radixtrain.hf.progress import Upstream
 from radixtrain.hf.windows import MaskRequest, answered, request_of
@@ -39,6 +39,7 @@ from radixtrain.tree.plan import PrefixPlan
 
 AT_PLACEHOLDERS, PLACEHOLDERS = "deepstack_visual_embeds", "visual_pos_masks"  # tensors (P, D), and where they stand
 PER_TOKEN = {*TYPES, PLACEHOLDERS, "per_layer_inputs"}
+OF_A_DECODER = {*READ, *FOR_THE_LOSS, PLACEHOLDERS, "per_layer_inputs", "inputs_embeds", AT_PLACEHOLDERS}
 BESIDES = {"cache_position", DROPS_ROWS}  # what a call on unique tokens goes without
 OTHER_MASK = "a mask of other tokens than the last ones before each, and those of its image"
 TOLD_APART = "what stands before the decoder, such as noise, a hook or an adapter, tells equal tokens apart"
@@ -74,7 +75,8 @@ class Causes:
     def read(cls, call: Upstream, given: Mapping[str, Any]) -> Causes:
         """Read the causes of a call in one copy from the device. Raises NotShared if not all are known."""
         given = {name: value for name, value in given.items() if name not in BESIDES and not _is_empty_cache(value)}
-        _check_known(call.decoder, given)
+        if (reason := why_unknown(call.decoder, given, OF_A_DECODER)) is not None:
+            raise NotShared(reason)
         if call.pictures is None and any(name in call.given for name in OF_PICTURES):
             raise NotShared(UNSEEN_TOWER)
         ids = call.given["input_ids"]
@@ -82,7 +84,8 @@ class Causes:
         mask = given.get("attention_mask") if not requests else _one_mask(requests)
         if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
             raise NotShared("attention_mask is not [B, L]")
-        per_token = {name: given[name] for name in ("inputs_embeds", *PER_TOKEN) if isinstance(given.get(name), Tensor)}
+        names = "input_ids", "inputs_embeds", *PER_TOKEN
+        per_token = {name: given[name] for name in names if isinstance(given.get(name), Tensor)}
         for name, value in per_token.items():
             if value.shape[:2] != ids.shape:
                 raise NotShared(f"the decoder gets {name} of shape {tuple(value.shape)}")
@@ -97,7 +100,7 @@ class Causes:
         if mask is None and len(axes) == 4 and (np.diff(axes[0]) != 1).any():
             raise NotShared("position_ids jump within a row")
         rows = PaddedRows.of(arrays["ids"], arrays.get("mask"), positions)
-        return cls(call, given, per_token, requests, arrays, rows, np.stack(axes)[:, rows.kept] if axes else None)
+        return cls(call, given, per_token, requests, arrays, rows, np.stack(axes)[:, rows.attended] if axes else None)
 
     @property
     def device(self) -> torch.device:
@@ -115,17 +118,17 @@ class Causes:
     @cached_property
     def codes(self) -> IntArray:
         """Return codes, (T,), int64, equal for tokens with equal causes. Raises NotShared if a cause is not known."""
-        ids, kept = self.rows.input_ids, self.rows.kept
+        ids, attended = self.rows.input_ids, self.rows.attended
         codes = ids.copy()
         if self.call.pictures is not None:
             is_picture = ids == image_token_of(self.call.backbone)
             codes[is_picture] = ids.max() + 1 + self._features(int(is_picture.sum()))
-        codes = codes[kept]
-        positions = self.axes if self.axes is not None or self.blocks is None else self.rows.kept_positions
+        codes = codes[attended]
+        positions = self.axes if self.axes is not None or self.blocks is None else self.rows.attended_positions
         for axis in () if positions is None else np.atleast_2d(positions):
             codes = _of_pairs(codes, axis)
         for name in self.planes.keys() & {*PER_TOKEN}:
-            codes = _of_pairs(codes, self.planes[name][kept])
+            codes = _of_pairs(codes, self.planes[name][attended])
         return codes if self.blocks is None else _of_pairs(codes, _whole_blocks(codes, self.blocks))
 
     def _features(self, num_placeholders: int) -> IntArray:
@@ -147,13 +150,13 @@ class Causes:
             raise NotShared("a row has several sequences, and its images attend in both directions")
         if any((links != found[0]).any() for links in found):
             raise NotShared("layers in which other tokens attend in both directions")
-        return _numbered(found[0])[self.rows.kept]
+        return _numbered(found[0])[self.rows.attended]
 
     def _links(self, layers: str) -> BoolArray:
         """Return which tokens see the next one, (B, L), by the mask of these layers."""
-        kept = self.rows.kept
-        links: BoolArray = self.planes[f"next {layers}"].astype(bool) & kept
-        links[:, :-1] &= kept[:, 1:]
+        attended = self.rows.attended
+        links: BoolArray = self.planes[f"next {layers}"].astype(bool) & attended
+        links[:, :-1] &= attended[:, 1:]
         return links
 
     def read_windows(self) -> None:
@@ -177,16 +180,16 @@ class Causes:
 
     def _is_within(self, request: MaskRequest, window: int) -> bool:
         """Return whether tokens see those before them, in a window, and their block, and no others."""
-        device, (_, length) = self.call.given["input_ids"].device, self.rows.kept.shape
-        numbers = np.full(self.rows.kept.shape, -1)
-        numbers[self.rows.kept] = -1 if self.blocks is None else self.blocks
-        blocks, kept = on_device(numbers, device), on_device(self.rows.kept.astype(np.int64), device).bool()
+        device, (_, length) = self.call.given["input_ids"].device, self.rows.attended.shape
+        numbers = np.full(self.rows.attended.shape, -1)
+        numbers[self.rows.attended] = -1 if self.blocks is None else self.blocks
+        blocks, attended = on_device(numbers, device), on_device(self.rows.attended.astype(np.int64), device).bool()
         places = torch.arange(length, device=device)
         queries, keys = places[:, None], places
         before = (keys <= queries) & (queries - keys < (window or length))
         wrong = torch.zeros((), dtype=torch.bool, device=device)
         for batch in range(len(blocks)):  # L x L at a time
-            of, is_token = blocks[batch], kept[batch]
+            of, is_token = blocks[batch], attended[batch]
             own = (of[:, None] == of) & (of >= 0) & (keys > queries)
             seen = request.sees(places.new_tensor(batch), queries, keys)
             wrong |= ((seen != before | own) & is_token & is_token[:, None]).any()
@@ -209,7 +212,7 @@ class Causes:
         copies = np.flatnonzero(first != np.arange(len(first)))
         if self.is_looked_up or not len(copies):
             return
-        flat = np.flatnonzero(self.rows.kept)
+        flat = np.flatnonzero(self.rows.attended)
         pairs = [(x.flatten(0, 1), flat[copies], flat[first[copies]]) for x in self.per_token.values()]
         for level in self.given.get(AT_PLACEHOLDERS, ()):
             at = self.row_at_placeholder
@@ -230,7 +233,7 @@ class Causes:
 
     def of_unique_tokens(self, plan: PrefixPlan) -> dict[str, Any]:
         """Return the arguments of the decoder for the unique tokens, without a mask."""
-        device, flat = self.device, np.flatnonzero(self.rows.kept)[plan.gather_indices]
+        device, flat = self.device, np.flatnonzero(self.rows.attended)[plan.gather_indices]
         index = on_device(flat, device)
         found: dict[str, Any] = {
             name: x.flatten(0, 1).index_select(0, index.to(x.device))[None] for name, x in self.per_token.items()
@@ -243,10 +246,8 @@ class Causes:
             at = self.row_at_placeholder[flat]
             places = on_device(at[at >= 0], device)
             found[AT_PLACEHOLDERS] = [level.index_select(0, places.to(level.device)) for level in levels]
-        if "input_ids" in self.given:
-            found["input_ids"] = on_device(self.rows.input_ids[self.rows.kept][plan.gather_indices], device)[None]
-        positions = plan.position_ids if self.axes is None else self.axes[:, None, plan.gather_indices]
-        found["position_ids"] = on_device(positions if self.axes is not None else positions[None], device)
+        positions = plan.position_ids[None] if self.axes is None else self.axes[:, None, plan.gather_indices]
+        found["position_ids"] = on_device(positions, device)
         return {**self.given, **found}
 
     def masks_for(self, call: Any) -> Any:
@@ -273,15 +274,6 @@ def _made(value: Any) -> Any:
         return {name: _made(each) for name, each in value.items()}
     request = request_of(value)
     return value if request is None else request.made()
-
-
-def _check_known(decoder: PreTrainedModel, given: Mapping[str, Any]) -> None:
-    """Raise NotShared for an argument that may hold something for each token or row, unless it is known what."""
-    reads = inspect.signature(decoder.forward).parameters
-    known = {*READ, *FOR_THE_LOSS, *PER_TOKEN, *(UNREAD - reads.keys()), "inputs_embeds", AT_PLACEHOLDERS}
-    for name, value in given.items():
-        if not is_option(value) and (name not in known or name in reads.keys() & {*TYPES}):
-            raise NotShared(f"{name} is given to the {type(decoder).__name__}")
 
 
 def _is_empty_cache(value: object) -> bool:
@@ -331,7 +323,7 @@ def _whole_numbers(call: Upstream, per_token: Mapping[str, Tensor]) -> dict[str,
     return {
         name: x
         for name, x in {**types, **per_token}.items()
-        if not x.is_floating_point() and x.shape == call.given["input_ids"].shape
+        if name in PER_TOKEN and not x.is_floating_point() and x.shape == call.given["input_ids"].shape
     }
 
 

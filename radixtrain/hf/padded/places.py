@@ -1,4 +1,4 @@
-"""The places of a padded batch: which unique row stands at each, and the refusal of a loss that reads padding.
+"""The places of a padded batch: its tokens, which unique row stands at each, and the refusal of a loss over padding.
 
 In an ordinary batch hidden states at padding are arbitrary. Here they are those of a token of the batch, with their
 columns reversed. A loss may still read them, for instance if labels of padding are not -100. Its gradient would
@@ -10,8 +10,10 @@ of a distance between equal rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -21,6 +23,7 @@ from radixtrain.kernels.functions import refuse_batched
 from radixtrain.kernels.rows import sum_rows
 from radixtrain.tree.arrays import IntArray
 
+BoolArray = npt.NDArray[np.bool_]
 NO_ROW = -1
 PLACES_AT_A_TIME = 1024  # so that checking the gradient of logits does not copy all of it at padding
 
@@ -47,6 +50,78 @@ class Places:
         if torch.is_grad_enabled() and not table.requires_grad:
             table.requires_grad_()  # a frozen model, and perhaps a head after it that reads padding
         return table
+
+
+class PaddedRows(NamedTuple):
+    """The rows of a padded batch on the host.
+
+        input_ids  7 8 9 0    attention_mask  1 1 1 0    unique rows  7 8 5 9    places  0 1 3 4
+                   0 7 8 5                    0 1 1 1                                    4 0 1 2
+
+    A place is one entry of the `[B, L]` batch. The row of a place that the mask hides is U, one past the last.
+
+        input_ids: (B, L), int64.
+        attended: (B, L), bool. False for padding.
+        position_ids: (B, L), int64, or None if they count the columns.
+        is_packed: one row that has several sequences, each of which counts its positions from 0.
+    """
+
+    input_ids: IntArray
+    attended: BoolArray
+    position_ids: IntArray | None
+    is_packed: bool
+
+    @classmethod
+    def of(cls, input_ids: IntArray, attention_mask: IntArray | None, position_ids: IntArray | None) -> PaddedRows:
+        """Return the rows of a batch. All (B, L). attention_mask: None if nothing is hidden."""
+        attended = np.ones(input_ids.shape, dtype=bool) if attention_mask is None else attention_mask.astype(bool)
+        jumps = position_ids is not None and bool((np.diff(position_ids) != 1).any())
+        return cls(input_ids, attended, position_ids, is_packed=attention_mask is None and jumps)
+
+    @property
+    def has_holes(self) -> bool:
+        """Return whether some row has padding between its tokens."""
+        return bool((np.diff(self.attended, axis=1, prepend=False, append=False).sum(axis=1) > 2).any())
+
+    @property
+    def is_left_padded(self) -> bool:
+        return bool((~self.attended[:, :1] & self.attended.any(axis=1, keepdims=True)).any())
+
+    @property
+    def has_negative_positions(self) -> bool:
+        positions = self.attended_positions
+        return positions is not None and bool((positions < 0).any())
+
+    @property
+    def packing_is_plain(self) -> bool:
+        """Return whether the sequences of a packed batch stand in one row, and each counts its positions from 0."""
+        assert self.position_ids is not None
+        return len(self.attended) == 1 and not self.position_ids[0][self.cu_seqlens[:-1]].any()
+
+    @property
+    def max_position(self) -> int:
+        """Return the largest position that Hugging Face computes, of padding too."""
+        return self.attended.shape[1] - 1 if self.position_ids is None else int(self.position_ids.max(initial=0))
+
+    @property
+    def attended_positions(self) -> IntArray | None:
+        """Return the positions of the attended tokens, (T,), int64; None if they count from 0 in every sequence."""
+        return None if self.position_ids is None or self.is_packed else self.position_ids[self.attended]
+
+    @property
+    def cu_seqlens(self) -> IntArray:
+        """Return where each sequence starts among the attended tokens, and their number."""
+        if self.is_packed:
+            assert self.position_ids is not None
+            starts = np.flatnonzero(np.diff(self.position_ids[0], prepend=-2) != 1)
+            return np.append(starts, self.attended.size)
+        return np.concatenate([[0], np.cumsum(self.attended.sum(axis=1))])
+
+    def places(self, row_of_token: IntArray, num_rows: int) -> Places:
+        """Return where rows stand. row_of_token: (T,), int64. num_rows: U."""
+        rows = np.full(self.attended.shape, num_rows)
+        rows[self.attended] = row_of_token
+        return Places(rows, len(row_of_token))
 
 
 def check_gradient_at(places: Tensor, x: Tensor) -> None:

@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from radixtrain.hf.padded.places import check_gradient_at, check_unread, refuse_counted
-from radixtrain.hf.token_losses import for_token_loss
 from radixtrain.loss import logits_cross_entropy, logits_logprobs
 
 if TYPE_CHECKING:
@@ -165,12 +164,6 @@ def _cross_entropy(x: SpreadRows, func: object, others: Others, named: Named) ->
     return (loss / counted.sum() if reduction == "mean" else loss).to(table.dtype)
 
 
-def _for_token_loss(x: SpreadRows, func: Callable[..., Any], others: Others, named: Named) -> Any:
-    """Call it on the table for a loss over tokens, which may read more of it: its gradient is known there."""
-    table = func(x.table, x.place_rows.shape)
-    return x if table is x.table else x.with_table(table)
-
-
 def _named(*names: str) -> list[Any]:
     """Return the functions of these names, of Tensor, torch and torch.nn.functional."""
     return [getattr(room, name) for name in names for room in (Tensor, torch, functional) if hasattr(room, name)]
@@ -184,7 +177,6 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(_named("log_softmax"), _log_softmax),
     **dict.fromkeys([*COPIES, *VIEWS], _view),
     **dict.fromkeys(_named("gather"), _gather),
-    for_token_loss: _for_token_loss,
     functional.linear: _linear,
     functional.cross_entropy: _cross_entropy,
 }

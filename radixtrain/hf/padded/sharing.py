@@ -20,7 +20,6 @@ from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.guards.rules import why_padding_matters
 from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.padded.calls import (
-    PaddedRows,
     is_compiled,
     option,
     separates_packed_sequences,
@@ -29,7 +28,7 @@ from radixtrain.hf.padded.calls import (
 )
 from radixtrain.hf.padded.causes import Causes, NotShared
 from radixtrain.hf.padded.fused_heads import share_fused_heads
-from radixtrain.hf.padded.places import NO_ROW, Places
+from radixtrain.hf.padded.places import NO_ROW, PaddedRows, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.progress import Progress, Upstream
 from radixtrain.hf.sharing_report import SharingReport
@@ -64,25 +63,18 @@ class PaddedSharing:
     leaves_refused: bool = False
 
     def begin(
-        self,
-        model: PreTrainedModel,
-        backbone: PreTrainedModel,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        why_not: str | None,
+        self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], why_not: str | None
     ) -> Upstream | None:
         """Return a call of the backbone that its decoder may share; None, and the reason counted, for any other.
 
-        model: around the backbone, which is called with args and kwargs. why_not: a reason that is known of the model.
+        args, kwargs: of the backbone. why_not: a reason that is known of the model.
         """
-        given, decoder = arguments_of(backbone, args, kwargs), text_decoder_of(backbone)
-        try:
-            _refuse(why_not)
-            _refuse(why_unshared(model, backbone, given, self.generates))
-        except NotShared as reason:
-            self.report.count_unshared(str(reason))
+        given = arguments_of(backbone, args, kwargs)
+        reason = why_not or why_unshared(backbone, given, self.generates)
+        if reason is not None:
+            self.report.count_unshared(reason)
             return None
-        return Upstream(backbone, decoder, given)
+        return Upstream(backbone, text_decoder_of(backbone), given)
 
     def arguments(
         self, model: PreTrainedModel, call: Upstream, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -113,13 +105,13 @@ class PaddedSharing:
             _refuse(self._why_left_padding_matters(decoder, rows))
         if rows.is_packed:
             if self.separates is None:
-                self.separates = separates_packed_sequences(upstream.backbone)
+                self.separates = separates_packed_sequences(upstream.backbone, upstream.given["input_ids"].device)
             if not self.separates:
                 raise NotShared("a row has several sequences, and this model does not separate them")
         causes.read_windows()
         shortest = {"min_shared_tokens": options.min_shared_tokens}
-        plan = build_prefix_plan(causes.codes, rows.cu_seqlens, rows.kept_positions, **shortest)
-        if rows.kept.size < options.min_ratio * plan.num_rows:
+        plan = build_prefix_plan(causes.codes, rows.cu_seqlens, rows.attended_positions, **shortest)
+        if rows.attended.size < options.min_ratio * plan.num_rows:
             raise NotShared(f"less than min_ratio = {options.min_ratio} to save")
         causes.check_bits(plan)
         shape, allowed = upstream.given["input_ids"].shape, options.allow_dropout

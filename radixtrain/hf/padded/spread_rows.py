@@ -74,7 +74,6 @@ class SpreadRows(Tensor):
 
     table: (R, W). place_rows: (...), int64, on the host.
     padding_row: which row of the table stands at padding; NO_ROW without any.
-    shaped: (..., W). the ordinary tensor without its numbers, on the meta device: its strides, whether it is a view.
     base: what it is a view of, with the whole memory; None for that itself. views: of that, itself included, by id.
     modes: in which it was made. made_by: its node then.
     dense: the ordinary tensor, once there is one. dense_node: its node when it was made.
@@ -85,7 +84,6 @@ class SpreadRows(Tensor):
     place_rows: IntArray
     padding_row: int
     report: SharingReport
-    shaped: Tensor
     base: SpreadRows | None
     views: WeakValueDictionary[int, SpreadRows]
     modes: Modes
@@ -104,18 +102,23 @@ class SpreadRows(Tensor):
         shaped: Tensor | None = None,
         base: SpreadRows | None = None,
     ) -> SpreadRows:
-        """Represent the rows of a table at these places. Arguments: as the attributes of this class."""
+        """Represent the rows of a table at these places.
+
+        shaped, base: of a view. Arguments: as the attributes of this class.
+        """
         give_functions_ordinary_tensors()
         modes = Modes.now()
         if not modes.grad:
             table = table.detach()
-        if shaped is None:
-            with Modes(grad=False, inference=False).entered():
-                shaped = torch.empty(*place_rows.shape, table.shape[1], dtype=table.dtype, device="meta")
+        memory: tuple[Any, ...] = (*place_rows.shape, table.shape[1]), None, None
+        if shaped is not None:
+            memory = shaped.shape, shaped.stride(), shaped.storage_offset()
         with modes.entered(table):
-            found: SpreadRows = _Lazy.apply(table, shaped)
+            found: SpreadRows = _Lazy.apply(table, *memory)
         found.table, found.place_rows, found.padding_row, found.report = table, place_rows, padding_row, report
-        found.shaped, found.base, found.modes, found.made_by = shaped, base, modes, found.node
+        found.base, found.modes, found.made_by = base, modes, found.node
+        if shaped is not None:
+            found.shaped = shaped
         found.views = WeakValueDictionary() if base is None else base.views
         found.views[id(found)] = found
         return found
@@ -138,6 +141,11 @@ class SpreadRows(Tensor):
         number[rows] = np.arange(len(rows))
         table = gather_rows(self.table, self._on_device(rows))
         return SpreadRows.of(table, number[self.place_rows], int(number[self.padding_row]), self.report)
+
+    @cached_property
+    def shaped(self) -> Tensor:
+        """Return the ordinary tensor without its numbers, on the meta device: its strides, whether it is a view."""
+        return torch.empty(*self.place_rows.shape, self.table.shape[1], dtype=self.table.dtype, device="meta")
 
     @property
     def memory(self) -> SpreadRows:
@@ -246,9 +254,9 @@ class _Lazy(torch.autograd.Function):
     """A tensor without memory of its own."""
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, shaped: Tensor) -> Tensor:
-        places = shaped.shape, shaped.stride(), shaped.storage_offset()
-        return Tensor._make_wrapper_subclass(SpreadRows, *places, dtype=table.dtype, device=table.device)
+    def forward(ctx: Any, table: Tensor, size: Any, strides: Any, offset: Any) -> Tensor:
+        options = {"strides": strides, "storage_offset": offset, "dtype": table.dtype, "device": table.device}
+        return Tensor._make_wrapper_subclass(SpreadRows, size, **options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> NoReturn:

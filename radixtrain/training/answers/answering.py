@@ -32,7 +32,7 @@ from radixtrain.tree.sorting import sort_sequences
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KEY = "evaluate_generation"
+SECTION = "evaluate_generation"
 # Prompts at once by default, and tokens that they and their answers may store: most are shorter than the limit.
 MAX_BATCH, STORED_TOKENS, EXPECTED_ANSWER = 256, 65_536, 1_024
 
@@ -100,7 +100,7 @@ def check_answering(
         with generating(model, parts_of(model), longest):
             return
     except (TypeError, ValueError) as error:
-        raise UserError(f"{KEY}: {error}") from None
+        raise UserError(f"{SECTION}: {error}") from None
 
 
 def answer_prompts(
@@ -191,7 +191,7 @@ def _answered(
     try:
         generated = generate(model, cache=cache, **batch, tokenizer=tokenizer, **{"pad_token_id": pad, **fields})
     except (TypeError, ValueError) as error:
-        raise UserError(f"{KEY}: {first_line(error)}") from error
+        raise UserError(f"{SECTION}: {first_line(error)}") from error
     for answer in generated[:, batch["input_ids"].shape[1] :].tolist():
         yield _until_end(answer, fields, tokenizer)
 

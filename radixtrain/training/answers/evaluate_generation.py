@@ -25,7 +25,7 @@ from radixtrain.training.answers.answering import answer_prompts, check_answerin
 
 logger = logging.getLogger(__name__)
 
-KEY = "evaluate_generation.metric"
+METRIC = "evaluate_generation.metric"
 OWN_METRICS = ("exact_match", "contains", "regex")
 LOGGED = ("loss",)  # names that have an `eval_` metric already
 
@@ -52,14 +52,14 @@ class Metric:
         except Exception as error:  # a user's function may raise anything
             last = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{last.filename}:{last.lineno}: {type(error).__name__}: {first_line(error)}"
-            raise UserError(f"{KEY}: {self.name} failed at {place}") from error
+            raise UserError(f"{METRIC}: {self.name} failed at {place}") from error
         with suppress(TypeError, ValueError):
             numbers = [float(score) for score in scores]
             if len(numbers) == len(answers) and all(map(math.isfinite, numbers)):
                 return numbers
         expected = f"a list with a finite number for each of {len(answers)} answers"
         found = f"{type(scores).__name__} {scores!r}"[:100]
-        raise UserError(f"{KEY}: {self.name} must return {expected}, found {found}")
+        raise UserError(f"{METRIC}: {self.name} must return {expected}, found {found}")
 
 
 def load_metric(name: str, pattern: str | None = None) -> Metric:
@@ -81,7 +81,7 @@ def load_metric(name: str, pattern: str | None = None) -> Metric:
     if "." not in name:
         functions = "or a function of yours by its path, module.function"
         expected = f"; expected one of {', '.join(OWN_METRICS)}, {functions}"
-        raise UserError(f"{KEY}: no metric {name!r}{did_you_mean(name, OWN_METRICS, expected)}")
+        raise UserError(f"{METRIC}: no metric {name!r}{did_you_mean(name, OWN_METRICS, expected)}")
     return _of_user(name)
 
 
@@ -123,14 +123,14 @@ def _of_user(path: str) -> Metric:
         function = getattr(importlib.import_module(module_name), name, None)
     except ModuleNotFoundError as error:
         place = "run `python -m radixtrain` in the folder that holds it, or name that folder in PYTHONPATH"
-        raise UserError(f"{KEY}: {path} cannot be imported: no module {error.name!r}; {place}") from None
+        raise UserError(f"{METRIC}: {path} cannot be imported: no module {error.name!r}; {place}") from None
     except Exception as error:  # a module may raise anything
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{KEY}: {path} cannot be imported: {reason}") from error
+        raise UserError(f"{METRIC}: {path} cannot be imported: {reason}") from error
     if not callable(function):
-        raise UserError(f"{KEY}: no function {name!r} in {module_name}")
+        raise UserError(f"{METRIC}: no function {name!r} in {module_name}")
     if name in LOGGED:
-        raise UserError(f"{KEY}: eval_{name} is logged already; give {path} another name")
+        raise UserError(f"{METRIC}: eval_{name} is logged already; give {path} another name")
     return Metric(name, function)
 
 

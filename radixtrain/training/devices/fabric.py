@@ -31,7 +31,7 @@ from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, is
 KEYS = ("accelerator", "devices", "precision")  # of `trainer`, which Fabric takes
 FIRST_PORT = 15_000  # for the ranks of SLURM jobs to meet at
 ACCEPTED = ("auto", "ddp", "fsdp2")
-REFUSED = {  # beginnings of Lightning's names, and what to use instead
+INSTEAD_OF = {  # beginnings of Lightning's names, and what to use instead
     "ddp_": "set it to ddp",
     "deepspeed": "fsdp2 divides weights, gradients and moments too",
     "fsdp": "this is FSDP1, which torch is to remove; set it to fsdp2",
@@ -110,9 +110,9 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
 def _check_strategy(strategy: str) -> None:
     """Refuse a strategy that is not accepted."""
     if strategy not in ACCEPTED:
-        refused = next((name for name in REFUSED if strategy.startswith(name)), None)
+        refused = next((name for name in INSTEAD_OF if strategy.startswith(name)), None)
         meant = f"no such strategy{did_you_mean(strategy, ACCEPTED)}; there are {', '.join(ACCEPTED)}"
-        raise UserError(f"trainer.strategy {strategy}: {REFUSED[refused] if refused else meant}")
+        raise UserError(f"trainer.strategy {strategy}: {INSTEAD_OF[refused] if refused else meant}")
 
 
 def _check_visible(accelerator: str) -> None:

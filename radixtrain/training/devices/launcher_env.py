@@ -1,4 +1,4 @@
-"""Reads from the environment, before there is a process group, what started this process, its rank and their number."""
+"""Finds in the environment which launcher started this process, its rank and the number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 PARENT = "RADIXTRAIN_PARENT"  # variable of a rank that `fit` has started itself: the id of the process that did
 ON_SEVERAL = ("fit", "validate", "test", "predict")  # commands that run on several devices
-COPIES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")  # set by what starts copies that no process group joins
+COPIES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")  # of launchers whose copies no process group connects
 INTERACTIVE = ("bash", "interactive")  # job names that `srun --pty` and `salloc` give: their tasks are not ranks
 
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 SCHEME = r"([A-Za-z][A-Za-z0-9+.-]+):/"  # of a URL, also after pathlib has joined its two slashes
 ALWAYS = ("loss.png", "summary.json")  # files of every run
 RECORD = "{}.yaml"  # the settings of a command, in the folder of its logs
-WORDS = ("last", "best", AUTO)  # of `ckpt_path`, for checkpoints of this folder
+IN_THIS_FOLDER = ("last", "best", AUTO)  # of `ckpt_path`, for checkpoints of this folder
 HOLDER = b"`radixtrain "  # how the text of a lock begins
 LOCK, MODEL_LOCK = ".lock", ".{}.lock"  # inside a run's folder; beside a model's, which is replaced as a whole
 
@@ -64,7 +64,7 @@ def check_output_dir(output_dir: str | os.PathLike[str]) -> Path:
 
 def is_resumed(output_dir: Path, ckpt_path: str | os.PathLike[str] | None) -> bool:
     """Return whether the run in this folder continues: `ckpt_path` is a word, or lies in it and in no run below it."""
-    if ckpt_path is None or str(ckpt_path) in WORDS:
+    if ckpt_path is None or str(ckpt_path) in IN_THIS_FOLDER:
         return ckpt_path is not None
     path, home = Path(ckpt_path).resolve(), output_dir.resolve()
     if not path.is_relative_to(home):

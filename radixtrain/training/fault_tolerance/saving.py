@@ -157,8 +157,8 @@ class SaveCheckpoints:
         self._is_writing = False
         self.last, self._saved_at, self._saved_when = path, position, time.monotonic()
         ranks().broadcast_from_rank0(lambda: self._point(path))
-        for told in self.on_saved:
-            told(path)
+        for listener in self.on_saved:
+            listener(path)
         ranks().broadcast_from_rank0(lambda: prune(self.folder, self.total_limit, self.keep))
 
     def _point(self, path: Path) -> None:

@@ -39,7 +39,8 @@ class Progress:
     step: optimizer steps. seconds: of training, in all processes. first_loss: of the first step; None before it.
     last_step: the metrics of the last one. validation: step and metrics of the last validation; None before it.
     metric: by which validations are compared. best: the best one, likewise. num_worse: validations after it.
-    best_path: its checkpoint, relative to their folder if inside; None if it is the next one; empty if none is kept.
+    best_path: of its checkpoint: a name in the folder of checkpoints, or a path. None until it is saved; empty if it is
+        not to be kept.
     logs: the folders of CSV loggers, relative to that of the run if inside, and the steps before each.
     """
 
@@ -358,13 +359,13 @@ def _validation_of(exported: dict[str, Any]) -> dict[str, str]:
 
 Part = tuple[Path, int]
 """A folder of a CSV logger, and the steps taken before it was begun. A resumed run has several."""
-PANEL = {"loss": 0, "eval_loss": 0, "learning_rate": 1}  # metric -> where it is drawn
+DRAWN = ("loss", "eval_loss")
 
 
 def write_curves(parts: Sequence[Part], path: Path) -> bool:
-    """Draw loss, `eval_loss` and learning rate over the steps of a run, from its CSV logs; put it in place once whole.
+    """Draw the losses over the steps of a run, from its CSV logs; put the picture in place once it is whole.
 
-    Returns False without one if no loss was logged.
+    Returns False, and draws nothing, if no loss was logged.
 
     parts: of the run, in order. A dotted line is where the run was resumed.
     """
@@ -374,21 +375,20 @@ def write_curves(parts: Sequence[Part], path: Path) -> bool:
     from matplotlib.figure import Figure  # here, since it takes a second
 
     figure = Figure(figsize=(9.6, 5.4), layout="constrained")
-    panels = figure.subplots(2, sharex=True, height_ratios=[3, 1])
+    axes = figure.subplots()
     for name, points in curves.items():
-        panels[PANEL[name]].plot([*points], [*points.values()], marker=".", markersize=3, label=name)
-    for panel in panels:
-        panel.legend()
-        for _, first_step in parts[1:]:
-            panel.axvline(first_step, color="grey", linestyle=":")
-    panels[-1].set_xlabel("optimizer steps")
+        axes.plot([*points], [*points.values()], marker=".", markersize=3, label=name)
+    for _, first_step in parts[1:]:
+        axes.axvline(first_step, color="grey", linestyle=":")
+    axes.set_xlabel("optimizer steps")
+    axes.legend()
     with writing_file(path) as partial:
         figure.savefig(partial, format="png", dpi=150)
     return True
 
 
 def read_curves(parts: Sequence[Part]) -> dict[str, dict[float, float]]:
-    """Read the metrics of `PANEL`, each as step to value: the finite numbers of all complete lines.
+    """Read the metrics of `DRAWN`, each as step to value: the finite numbers of all complete lines.
 
     Steps that a later part repeats are taken from that part.
     """
@@ -399,7 +399,7 @@ def read_curves(parts: Sequence[Part]) -> dict[str, dict[float, float]]:
         path = folder / "metrics.csv"
         lines = path.read_bytes().decode(errors="replace").split("\n")[:-1] if path.is_file() else []
         for row in csv.DictReader(lines):
-            for name in PANEL:
+            for name in DRAWN:
                 with suppress(KeyError, TypeError, ValueError):  # no such metric, or a damaged line
                     step, value = float(row["step"]), float(row[name])
                     if math.isfinite(value):

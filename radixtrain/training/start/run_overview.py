@@ -97,7 +97,8 @@ def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int)
     held = sum(size * (2 if trained else 1) for size, trained in sizes) + moment_bytes(module, module.hparams)
     num_steps, num_ranks = num_steps_of_run(trainer, steps_per_epoch), ranks().size
     number = f"{num_steps:,}" if num_steps >= 0 else "without end"
-    entries, divided, kept = [], "", 1 - module.hparams.activation_checkpointing
+    entries, divided, stored = [], "", 1 - module.hparams.activation_checkpointing
+    of_layers = f", in {stored:.0%} of the layers" if stored < 1 else ""
     if num_ranks > 1:
         is_divided = is_sharded(trainer.strategy)
         strategy = "FSDP2" if is_divided else "DDP"
@@ -109,9 +110,6 @@ def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int)
         *entries,
         ("trained", f"{num_trained:,} of {num_all:,} parameters"),
         ("steps", f"{number}, {steps_per_epoch:,} in an epoch; the time that is left is shown from the first one on"),
-        (
-            "memory",
-            f"{memory}; the activations of a micro-batch come on top{f', in {kept:.0%} of the layers' * (kept < 1)}",
-        ),
+        ("memory", f"{memory}; the activations of a micro-batch come on top{of_layers}"),
         ("disk", f"about {bytes_text(written)} for the model and its checkpoints"),
     ]

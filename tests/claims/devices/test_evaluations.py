@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from tests.support import FULL, cases
 from tests.support.processes import FLOAT64, Launched
-from tests.support.runs import BAR, metrics
+from tests.support.runs import BAR, metrics, rows_in
 
 # Of 21 rows, and of five prompts, the last step has a single one: a rank has none.
 BATCHES = {"data__batch_size": 4, "data__max_tokens": 300, "data__max_length": 300}
@@ -49,10 +48,6 @@ def test_a_mean_over_all_labels(finished, rows, command):
     assert split == pytest.approx(one, rel=BAR)
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 WAYS = [("ddp", "true"), ("ddp", "false"), ("fsdp2", "true")]
 
 
@@ -62,7 +57,7 @@ def test_log_probabilities(finished, rows, tmp_path, strategy, dedup):
     files = {"data__predict_file": rows, "command": "predict", "dedup": dedup}
     finished("one", **files)
     finished("two", ranks=2, strategy=strategy, sp_size=2, **files)
-    one, two = records(tmp_path / "one"), records(tmp_path / "two")
+    one, two = (rows_in(tmp_path / name / "predictions.jsonl") for name in ("one", "two"))
     assert [each["row"] for each in one] == [f"{rows}:{number}" for number in range(1, 22)]
     assert [(each["row"], each["tokens"]) for each in two] == [(each["row"], each["tokens"]) for each in one]
     for here, there in zip(two, one, strict=True):
@@ -78,7 +73,7 @@ def test_answers(finished, shop, tmp_path):
     }
     finished("one", **files)
     finished("two", ranks=2, strategy="ddp", **files)
-    one, two = records(tmp_path / "one"), records(tmp_path / "two")
+    one, two = (rows_in(tmp_path / name / "predictions.jsonl") for name in ("one", "two"))
     assert [each["row"] for each in one] == [f"{shop / 'validation.jsonl'}:{number}" for number in range(1, 6)]
     for here, there in zip(two, one, strict=True):
         assert here.pop("logprob") == pytest.approx(there.pop("logprob"), rel=BAR)

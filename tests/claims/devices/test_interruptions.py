@@ -24,7 +24,7 @@ import pytest
 from radixtrain.checkpoints.resolve import newest_valid
 from tests.support import FULL, cases, tries
 from tests.support.processes import Launched, go_on_after_pause, pause, signal_early, wait_until_paused
-from tests.support.runs import assert_nothing_left, assert_same_run
+from tests.support.runs import assert_nothing_left, assert_same_run, contents
 
 TRIES, AT_RANDOM = tries(1, 10), tries(4, 40)
 MEGABYTE = 1 << 20
@@ -221,10 +221,6 @@ def test_overwrite_that_is_killed_and_started_again(launch, reference, tmp_path,
     assert again.wait() == [0] * ranks, again.said()
     assert_same_run(folder, reference(**flags))
     assert contents(tmp_path / "run.1") == earlier and not (tmp_path / "run.2").exists()
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @FULL

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support import FULL
 from tests.support.processes import ONE_THREAD
-from tests.support.runs import assert_nothing_left, assert_same_run
+from tests.support.runs import assert_nothing_left, assert_same_run, summary
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "radixtrain")
 SECONDS = 240.0
@@ -75,3 +75,5 @@ def test_processes_of_its_own(start, line, whole, tmp_path):
     assert run.wait() == 0, run.said()
     run.wait_for_workers(60.0)
     assert_same_run(tmp_path / "run", whole)
+    assert len([*(tmp_path / "run" / "logs").iterdir()]) == 1 and summary(tmp_path / "run")["ranks"] == 2
+    assert "on 2 ranks" in run.printed() and run.printed().count("tokens/s") == run.said().count("parameters") == 1

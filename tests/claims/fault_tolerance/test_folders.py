@@ -16,7 +16,7 @@ import pytest
 from radixtrain.__main__ import main
 from tests.support import FULL
 from tests.support.processes import stop_in_lock
-from tests.support.runs import EXACT, assert_nothing_left
+from tests.support.runs import EXACT, assert_nothing_left, contents, errors_in
 
 COMMANDS = ("fit", "validate", "test", "predict", "report", "export")
 pytestmark = FULL
@@ -48,10 +48,6 @@ def wait_until_stopped(run: Any) -> None:
         time.sleep(0.002)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.usefixtures("run_before")
 @pytest.mark.parametrize("holder", COMMANDS)
 def test_the_second_command_in_a_folder_says_no(start, line, tmp_path, holder, capsys):
@@ -63,7 +59,7 @@ def test_the_second_command_in_a_folder_says_no(start, line, tmp_path, holder, c
     for command in COMMANDS:
         capsys.readouterr()
         assert main(line(command, folder)) == 1, f"{command} while {holder} runs"
-        errors = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error: ")]
+        errors = errors_in(capsys.readouterr().err)
         assert len(errors) == 1 and f"is in use by `radixtrain {holder}`, process {run.pid} on" in errors[0], errors
     assert contents(folder) == before
     run.send(signal.SIGCONT)

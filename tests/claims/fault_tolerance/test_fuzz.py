@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from radixtrain.__main__ import main
 from radixtrain.commands.help import all_keys
 from tests.support import FULL, tries
+from tests.support.runs import errors_in
 
 pytestmark = FULL
 CONFIGS, FILES = tries(10, 1000), tries(15, 1000)
@@ -69,20 +70,24 @@ def configs(draw: Any) -> str:
     return yaml.safe_dump(tree, allow_unicode=True)
 
 
+TURNS = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "x"]), "content": TEXTS}), min_size=1
+)
+GOOD = [
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    *({"prompt": "a", "completion": "b"}, {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}),
+]
+
+
 @st.composite
 def rows(draw: Any) -> Any:
     """A row that could be used, or one with up to two entries of another kind, or gone."""
-    turn = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": TEXTS})
-    good = [
-        st.fixed_dictionaries({"messages": st.lists(turn, min_size=1, max_size=4)}),
-        st.just({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}),
-        st.fixed_dictionaries({"prompt": TEXTS, "completion": TEXTS}),
-        st.just({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}),
-        st.just({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}),
-    ]
-    row = draw(st.one_of(good))
+    row = dict(draw(st.sampled_from(GOOD)))
     for name in draw(st.lists(st.sampled_from(["messages", "labels", "input_ids", "prompt", "text"]), max_size=2)):
-        row = {**row, name: draw(VALUES)} if draw(st.booleans()) else {key: row[key] for key in row if key != name}
+        row[name] = draw(TURNS | TEXTS | VALUES)
+        if draw(st.booleans()):
+            del row[name]
     return row
 
 
@@ -90,8 +95,7 @@ def run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> int:
     """The exit code of a command. Fails if it ends by anything but a code, or an error is not one line."""
     code = main(argv)
     said = capsys.readouterr().err
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert code in (0, 1, 2) and len(errors) == (code != 0) and "Traceback" not in said, (code, said)
+    assert code in (0, 1, 2) and len(errors_in(said)) == (code != 0) and "Traceback" not in said, (code, said)
     return code
 
 

@@ -315,8 +315,8 @@ def test_an_image_that_is_longer_than_its_window() -> None:
 
 
 def equal_embeddings_are_one(real: Any, self: Causes) -> Any:
-    codes = real(self)
-    return np.where(self.rows.input_ids[self.rows.kept] == 9, codes[self.rows.input_ids[self.rows.kept] == 8][0], codes)
+    codes, ids = real(self), self.rows.input_ids[self.rows.attended]
+    return np.where(ids == 9, codes[ids == 8][0], codes)
 
 
 def no_bits_of(name: str) -> Callable[..., Any]:

@@ -16,8 +16,7 @@ from torch import Tensor
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.padded import causes
-from radixtrain.hf.padded.calls import PaddedRows
-from radixtrain.hf.padded.places import Places
+from radixtrain.hf.padded.places import PaddedRows, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.layout import TreeLayout
@@ -90,8 +89,8 @@ def test_rows_that_all_start_in_the_first_column(monkeypatch: pytest.MonkeyPatch
     places = PaddedRows.places
 
     def on_the_left(self: PaddedRows, row_of_token: Any, num_rows: int) -> Places:
-        found, wrong = places(self, row_of_token, num_rows), np.full(self.kept.shape, num_rows)
-        for row, kept in enumerate(self.kept):
+        found, wrong = places(self, row_of_token, num_rows), np.full(self.attended.shape, num_rows)
+        for row, kept in enumerate(self.attended):
             wrong[row, : kept.sum()] = found.rows[row, kept]
         return replace(found, rows=wrong)
 
@@ -123,15 +122,15 @@ def test_positions_that_count_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotary embeddings see only distances, so it is sharing that shows it; learned positions give other numbers."""
 
     def columns(self: PaddedRows) -> Any:
-        return np.broadcast_to(np.arange(self.kept.shape[1]), self.kept.shape)[self.kept]
+        return np.broadcast_to(np.arange(self.attended.shape[1]), self.attended.shape)[self.attended]
 
-    monkeypatch.setattr(PaddedRows, "kept_positions", property(columns))
+    monkeypatch.setattr(PaddedRows, "attended_positions", property(columns))
     for name, positions in [("Qwen3", None), ("Qwen3", "mask"), ("GPT-2", "mask"), ("GPT-2", "offset")]:
         assert_caught(name, positions)
 
 
 def test_positions_that_are_given_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PaddedRows, "kept_positions", property(lambda self: None))
+    monkeypatch.setattr(PaddedRows, "attended_positions", property(lambda self: None))
     assert_caught("GPT-2", "offset")
     assert_caught("Qwen3", "jumps")
 
@@ -149,7 +148,7 @@ def test_tokens_that_are_shared_by_place(monkeypatch: pytest.MonkeyPatch) -> Non
     def by_column(self: PaddedRows, row_of_token: Any, num_rows: int) -> Places:
         found = places(self, row_of_token, num_rows)
         same = self.input_ids[1:] == self.input_ids[:1]
-        found.rows[1:] = np.where(same & self.kept[1:] & self.kept[:1], found.rows[:1], found.rows[1:])
+        found.rows[1:] = np.where(same & self.attended[1:] & self.attended[:1], found.rows[:1], found.rows[1:])
         return found
 
     monkeypatch.setattr(PaddedRows, "places", by_column)
@@ -181,7 +180,7 @@ def test_a_group_leak(monkeypatch: pytest.MonkeyPatch, ends_of: Callable[[Any], 
 
 
 def test_packed_sequences_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PaddedRows, "cu_seqlens", property(lambda self: np.array([0, self.kept.sum()])))
+    monkeypatch.setattr(PaddedRows, "cu_seqlens", property(lambda self: np.array([0, self.attended.sum()])))
     assert_caught()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from radixtrain.__main__ import main
-from tests.support.runs import forge
+from tests.support.runs import errors_in, forge
 
 FORGED: list[tuple[tuple[Any, ...], Any]] = [
     (("record",), True),
@@ -45,6 +45,5 @@ def test_the_state_of_another_program(
             capsys.readouterr()
             codes.append(main(line))
             said = capsys.readouterr().err
-            errors = [line for line in said.splitlines() if line.startswith("error: ")]
-            assert "Traceback" not in said and len(errors) == (codes[-1] != 0), (place, line, said)
+            assert "Traceback" not in said and len(errors_in(said)) == (codes[-1] != 0), (place, line, said)
         assert 1 in codes, place

@@ -10,8 +10,6 @@ import pyarrow.parquet
 import pytest
 
 from radixtrain.data.files.sources import read_rows
-from radixtrain.data.messages import check_messages
-from radixtrain.errors import DataError
 from tests.support import cases
 
 datasets = pytest.importorskip("datasets", reason="features of images: pip install datasets")
@@ -85,10 +83,3 @@ def test_both_would_be_seen(private: str) -> None:
         with pytest.raises(Exception, match=r"private\.png|http|Connect|identify"):
             row[0]
     assert touched == {ADDRESS, private}
-
-
-def test_a_row_with_an_image_is_refused_by_name(private: str) -> None:
-    for part in ({"type": "image", "image": private}, {"type": "image_url", "image_url": {"url": ADDRESS}}):
-        with pytest.raises(DataError, match="image"):
-            check_messages([{"role": "user", "content": [part]}], "a.jsonl:1")
-    assert not touched

@@ -12,11 +12,12 @@ import pytest
 import yaml
 
 from radixtrain.__main__ import main
-from radixtrain.commands.before_reading import defaults_of_model
+from radixtrain.commands.preflight import defaults_of_model
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
 from radixtrain.training.start.loading import load_model
+from tests.support.runs import errors_in
 
 KERNEL = "someone/kernel@rev"
 NAMED: list[tuple[str, dict[str, Any], str]] = [
@@ -107,7 +108,7 @@ def test_the_settings_beside_a_model(
     started = time.process_time()
     flags = {"data__predict_file": tmp_path / "x.jsonl", "data__train_file": None, "trainer__max_epochs": None}
     assert main(arguments("predict", model__model_name_or_path=folder, **flags)) in (1, 2)
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    [line] = errors_in(capsys.readouterr().err)
     assert re.search(said, line), line
     assert "TEXT OF" not in line and time.process_time() - started < 20
 

@@ -48,18 +48,6 @@ def test_the_bomb_works(tmp_path: Path, mark: Path) -> None:
     assert mark.exists()
 
 
-@pytest.mark.parametrize("kind", ["zipped", "of an old torch", "plain"])
-def test_a_checkpoint_file(kind: str, tmp_path: Path, mark: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    if kind == "plain":
-        path.write_bytes(pickle.dumps(Bomb(mark)))
-    else:
-        saved(path, mark, zipped=kind == "zipped")
-    with pytest.raises(UserError):
-        read_checkpoint(path)
-    assert not mark.exists()
-
-
 def test_a_file_of_a_checkpoint(tmp_path: Path, mark: Path) -> None:
     for name in (CHECKSUMS, *FILES):
         folder = tmp_path / name / "step=1"
@@ -119,23 +107,13 @@ def test_a_saved_data_set(tmp_path: Path, mark: Path) -> None:
         assert not mark.exists(), name
 
 
-@pytest.mark.parametrize("command", cases(["fit", "validate", "test", "predict"], ["fit"]))
-def test_weights_only_false_is_refused(command: str, arguments: Any, tmp_path: Path, mark: Path, capsys: Any) -> None:
-    config, path = tmp_path / "c.yaml", saved(tmp_path / "a.ckpt", mark)
-    config.write_text(f"ckpt_path: {path}\nweights_only: false\n")
-    for given in (["--weights_only=false", f"--ckpt_path={path}"], [f"--config={config}"]):
-        assert main([*arguments(command), *given]) == 2
-        assert (
-            "error: no key weights_only: a checkpoint is always read as data, never run as code"
-            in capsys.readouterr().err
-        )
-        assert not mark.exists()
-
-
 @pytest.mark.parametrize("command", cases(["fit", "validate", "export"], ["fit"]))
 def test_no_command_runs_it(command: str, arguments: Any, tmp_path: Path, mark: Path, capsys: Any) -> None:
-    path = saved(tmp_path / "a.ckpt", mark)
+    """A file of this torch, of an old one, and a plain pickle."""
+    paths = [saved(tmp_path / f"{zipped}.ckpt", mark, zipped) for zipped in (True, False)]
+    (tmp_path / "plain.ckpt").write_bytes(pickle.dumps(Bomb(mark)))
     given = ["export", f"--output_dir={tmp_path / 'model'}"] if command == "export" else arguments(command)
-    assert main([*given, f"--ckpt_path={path}"]) == 1
-    assert "Traceback" not in (said := capsys.readouterr().err) and "error: " in said
-    assert not mark.exists()
+    for path in (*paths, tmp_path / "plain.ckpt"):
+        assert main([*given, f"--ckpt_path={path}"]) == 1
+        assert "Traceback" not in (said := capsys.readouterr().err) and "error: " in said
+        assert not mark.exists()

@@ -16,6 +16,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
 from radixtrain.training.start.loading import auto_class, load_model
 from tests.support import cases
+from tests.support.runs import errors_in
 
 CODE = """
 open({ran!r}, "w").close()
@@ -82,7 +83,7 @@ def test_a_command_says_it_in_one_line(
     files = {"predict": {"data__predict_file": evil.parent / "x.jsonl"}}.get(command, {})
     (evil.parent / "x.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     assert main(arguments(command, model__model_name_or_path=evil, **files)) == 1
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    [line] = errors_in(capsys.readouterr().err)
     assert "trust_remote_code=True and pass it to radixtrain.share_prefixes" in line
     assert not (tmp_path / "ran").exists()
 

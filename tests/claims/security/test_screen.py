@@ -12,7 +12,7 @@ import pytest
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import read_run
 from radixtrain.screen import printable
-from tests.support.runs import forge
+from tests.support.runs import errors_in, forge, rows_in, write_rows
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202ex"
 OBEYED = "\x1b\x07\x9b\u202e\r"
@@ -27,7 +27,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Callable[[list[str]], tuple[int, s
         code, written = main(line), capfd.readouterr()
         said = written.out + written.err
         assert not set(OBEYED) & set(said), [part for part in said.splitlines() if set(OBEYED) & set(part)]
-        assert code == 0 or len([part for part in said.splitlines() if part.startswith("error: ")]) == 1
+        assert code == 0 or len(errors_in(said)) == 1
         return code, said
 
     return run
@@ -36,12 +36,10 @@ def run(capfd: pytest.CaptureFixture[str]) -> Callable[[list[str]], tuple[int, s
 @pytest.fixture
 def evil(shop: Path, tmp_path: Path) -> Path:
     """Rows with a column that nothing reads, in a file with such a name, whose texts have it too."""
-    rows = [json.loads(line) for line in (shop / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = rows_in(shop / "train.jsonl")
     for row in rows:
         row["messages"][-1]["content"] += EVIL
-    path = tmp_path / f"rows{EVIL}.jsonl"
-    path.write_text("".join(json.dumps({**row, EVIL: "x"}) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(tmp_path / f"rows{EVIL}.jsonl", ({**row, EVIL: "x"} for row in rows))
 
 
 def test_what_a_run_says(

@@ -6,6 +6,7 @@ import pytest
 
 from radixtrain.__main__ import main
 from radixtrain.screen import without_passwords
+from tests.support.runs import errors_in
 
 SECRET = "Zq7secretZq7"
 ADDRESS = f"https://me:{SECRET}@example.com/x"
@@ -30,7 +31,7 @@ TYPED = (
 def test_no_message_has_it(arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     for typed in TYPED:
         assert main([*arguments(), typed]) in (1, 2), typed
-        [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        [line] = errors_in(capsys.readouterr().err)
         assert SECRET not in line, line
 
 

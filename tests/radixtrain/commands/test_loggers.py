@@ -13,6 +13,7 @@ from radixtrain.commands.loggers import errors_of_services, make_loggers
 from radixtrain.errors import UserError
 from radixtrain.settings.sections import TrainerSettings
 from tests.support import FULL
+from tests.support.runs import errors_in
 
 OFFLINE = "WANDB_MODE=offline keeps the run on this disk"
 
@@ -34,8 +35,8 @@ def says(arguments, shop, capsys, monkeypatch):
 
     def run(**flags):
         assert main(arguments(data__train_file=shop / "none.jsonl", **flags)) == 1
-        (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
-        return line.removeprefix("error: ")
+        (line,) = errors_in(capsys.readouterr().err)
+        return line
 
     return run
 

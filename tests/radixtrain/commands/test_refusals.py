@@ -16,6 +16,7 @@ from radixtrain.__main__ import main
 from radixtrain.commands.fit import Command
 from radixtrain.errors import UserError
 from tests.support import FULL
+from tests.support.runs import errors_in
 
 GOOD = {"messages": [{"role": "user", "content": "Where is the pear?"}, {"role": "assistant", "content": "Shelf one."}]}
 ROBOT = {"messages": [{"role": "robot", "content": "x"}]}
@@ -25,11 +26,29 @@ USAGE = {
     "--trainer.api_key=x": "trainer.api_key: a run saves its settings, so they hold no secrets; set it in the environm",
     "--model.attention=ring": "model.attention must be one of auto, cascade, path, expand, reference, tree; got ring",
     "--trainer.logger=evil.Logger": "trainer.logger must be one of csv, wandb, tensorboard, mlflow, trackio, none; got",
+    "--weights_only=false": "no key weights_only: a checkpoint is always read as data, never run as code",
     "--config={shop}/none.yaml": "no such file: {shop}/none.yaml",
     "--print_config stray": "stray is not a key: write --key value, and --config FILE for a YAML file",
 }
+BEFORE_ROWS = {  # files of rows are not there
+    "--save_best=eval_los": "save_best: no metric 'eval_los', did you mean eval_loss?",
+    "--save_best=loss": "save_best: no metric 'loss'",
+    "--save_best=eval_contains": "save_best: eval_contains is not measured: set evaluate_generation.metric",
+    "--save_best=eval_loss --data.validation_file=null": "save_best: eval_loss needs rows for it: set data.",
+    "--early_stopping=2 --data.validation_file=null": "early_stopping: eval_loss needs rows for it",
+    "--save_best=eval_loss --trainer.limit_val_batches=0": "save_best needs validations, and trainer.limit_val_batches",
+    "--save_best=eval_loss --trainer.enable_checkpointing=false": "save_best needs checkpoints, and trainer.enable_che",
+    "--evaluate_generation.metric=contains --data.validation_file=null": "evaluate_generation needs rows: set data.val",
+    "--output_dir=s3://bucket/run": "output_dir s3://bucket/run: s3 is not supported; name a local folder",
+    "--output_dir=s3:/bucket": "output_dir s3:/bucket: s3 is not supported",
+    "--output_dir=file:///tmp/x": "output_dir file:///tmp/x: file is not supported",
+    "--output_dir=": "output_dir",
+    "--output_dir='a\0b'": "output_dir",
+    "--output_dir={shop}/train.jsonl": "output_dir {shop}/train.jsonl: {shop}/train.jsonl is not a folder",
+    "--output_dir={shop}/train.jsonl/run": "output_dir {shop}/train.jsonl/run: {shop}/train.jsonl is not a folder",
+    "--output_dir=broken/run": "output_dir broken/run: /",
+}
 SETTINGS = {
-    "--save_best=eval_los --data.validation_file={shop}/validation.jsonl": "save_best: no metric 'eval_los', did you",
     "--model.kernel=flash_attn": "kernel='flash_attn' cannot be used: needs CUDA",
     "--dedup=false --model.attn_implementation=sdpaa": "model.model_name_or_path",
     "--model.model_name_or_path={shop}/nowhere": "model.model_name_or_path: no such folder: {shop}/nowhere",
@@ -42,6 +61,28 @@ SETTINGS = {
     "--ckpt_path=": "ckpt_path",
     "--ckpt_path={shop}/train.jsonl": "ckpt_path {shop}/train.jsonl: a file; a checkpoint of radixtrain is a folder",
     "--ckpt_path={shop}": "ckpt_path {shop}: no whole checkpoint in {shop}",
+}
+METRICS = {
+    "regex --evaluate_generation.pattern=[0-9]": "evaluate_generation.pattern: finds nothing in 5 of 5 targets, first",
+    "contains --evaluate_generation.generation_kwargs='{top_pp: 1}'": "evaluate_generation: unknown option 'top_pp'",
+}
+OTHERS = {  # commands
+    "report --max_seconds=-1": "max_seconds must be at least 0",
+    "report --data.train_file=null": "data.train_file is missing",
+    "report --model.model_name_or_path=no/such/folder": "no tokenizer in no/such/folder",
+    "verify --num_steps=0": "num_steps must be at least 1",
+    "verify --num_sequences=0": "num_sequences must be at least 1",
+    "inspect --step=5": "step: an epoch has the steps 0 to 4, got 5",
+    "inspect --step=-1": "step: an epoch has the steps 0 to 4, got -1",
+    "inspect --micro_batch=-1": "micro_batch: step 0 has the micro-batches 0 to 0, got -1",
+    "inspect --micro_batch=1": "micro_batch: step 0 has the micro-batches 0 to 0, got 1",
+    "inspect --row=0": "row: data.train_file has the rows 1 to 20, got 0",
+    "inspect --row=21": "row: data.train_file has the rows 1 to 20, got 21",
+    "inspect --row=train.jsonl:21": "row: no row 'train.jsonl:21' in the files of the configuration; expected a numb",
+    "inspect --row=rain.jsonl:1": "row: no row 'rain.jsonl:1'",
+    "inspect --dedup=false": "inspect shows what a batch shares, which is nothing with dedup: false",
+    "inspect --data.train_file=null --row=1": "data.train_file is missing",
+    "predict --data.predict_file=asked.jsonl": "asked.jsonl:1: expected at least one assistant turn",
 }
 TRAINER = {
     "--trainer.devices=9223372036854775808": "trainer.devices must be at most 1,000; got 9223372036854775808",
@@ -57,36 +98,45 @@ TRAINER = {
 def said_of(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """`said_of(code, typed)`: the line that a command ends with. One that is not refused writes where it is tidied."""
     monkeypatch.chdir(tmp_path)
+    Path("broken").symlink_to("nowhere")
+    Path("asked.jsonl").write_text(json.dumps({"messages": GOOD["messages"][:1]}))
 
     def run(code: int, typed: list[str]) -> str:
         assert main(typed) == code, typed
         captured = capsys.readouterr().err
-        [error] = [line for line in captured.splitlines() if line.startswith("error: ")]
+        [error] = errors_in(captured)
         assert "Traceback" not in captured and not (tmp_path / "out").exists()
-        return error.removeprefix("error: ")
+        return error
 
     return run
 
 
 @pytest.fixture
 def fit(said_of: Any, arguments: Any) -> Callable[..., str]:
-    """`fit(code, "--key value")`: the line that a run ends with for what is added to its command line."""
-    return lambda code, typed: said_of(code, [*arguments(), *shlex.split(typed)])
+    """`fit(code, "--key value")`: the line that a run, or another command, ends with for what is added to its line."""
+    return lambda code, typed, command="fit": said_of(code, [*arguments(command), *shlex.split(typed)])
 
 
-def test_usage(fit: Any, shop: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "first", "table"),
+    [
+        (2, "fit", USAGE),
+        (1, "fit --data.train_file=none.jsonl --data.validation_file=none.jsonl", BEFORE_ROWS),
+        (1, "fit", SETTINGS),
+        (1, "fit --data.val_size=5 --evaluate_generation.metric", METRICS),
+        (1, "", OTHERS),
+        pytest.param(1, "fit", TRAINER, marks=FULL),
+    ],
+    ids=["usage", "before rows", "settings", "metrics", "other commands", "trainer"],
+)
+def test_what_cannot_be_meant_or_met(fit: Any, shop: Path, code: int, first: str, table: dict[str, str]) -> None:
     """What else is said of keys, values and files: settings/test_read.py."""
-    for typed, expected in USAGE.items():
-        assert fit(2, typed.replace("{shop}", str(shop))).startswith(expected.replace("{shop}", str(shop))), typed
-
-
-@pytest.mark.parametrize("table", [SETTINGS, pytest.param(TRAINER, marks=FULL)])
-def test_settings_that_cannot_be_met(fit: Any, shop: Path, table: dict[str, str]) -> None:
     if table is SETTINGS:
         pytest.importorskip("peft", reason="pip install peft")
     for typed, expected in table.items():
-        message = fit(1, typed.replace("{shop}", str(shop)))
-        assert message.startswith(expected.replace("{shop}", str(shop))), typed
+        command, _, keys = f"{first} {typed}".replace("{shop}", str(shop)).strip().partition(" ")
+        said = fit(code, keys, command)
+        assert said.startswith(expected.replace("{shop}", str(shop))), (typed, said)
 
 
 def test_rows(fit: Any, tmp_path: Path) -> None:
@@ -136,3 +186,13 @@ def test_an_error_of_our_own_is_not_blamed_on_the_user(arguments: Any, monkeypat
     with pytest.raises(ValueError, match=r"^a bug$") as raised:
         main(arguments())
     assert not isinstance(raised.value, UserError)
+
+
+def test_adapters_with_the_learning_rate_of_all_weights(
+    arguments: Callable[..., list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    none = {"model__use_peft": True, "data__train_file": "none.jsonl"}
+    for rate, told in ((None, True), (1e-4, False)):
+        caplog.clear()
+        assert main(arguments(model__learning_rate=rate, **none)) == 1
+        assert ("model.learning_rate is 2e-05, as for training all weights; LoRA usually needs" in caplog.text) == told

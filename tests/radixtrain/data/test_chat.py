@@ -5,7 +5,6 @@ What rows of each format mean: `test_rows.py`.
 # ruff: noqa: E501 (the tables)
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +44,6 @@ def encoder(template: str | None = THINKING, bos: str | None = None, eos: str = 
     return ChatEncoder(byte_tokenizer(template, bos=bos, eos=eos, special=("|", "^")), **options)
 
 
-def shown(each: Any, decode: Any) -> str:
-    tokens = [(decode([i]).replace("\n\n", "¶"), label) for i, label in zip(each.input_ids, each.labels, strict=True)]
-    marked = "".join(f"[{text}]" if label != -100 else text for text, label in tokens)
-    return marked.replace("][", "")
-
-
 CHAT = [user("hi"), assistant("yo"), user("q"), assistant("a")]
 ONE, TWO = "user: hi|assistant: [()yo|]", "user: hi|assistant: yo|user: q|assistant: [()a|]"
 UNSURE = [user("hi"), assistant("yo", weight=0), user("q"), assistant("a", weight=1)]
@@ -62,7 +55,11 @@ SHORT = {
     "ASKED": CHAT[:1],
     "ANSWERED": CHAT[1:2],
 }
-TEMPLATES = {"PLAIN": PLAIN, "THINKING": THINKING, "MARKED": MARKED, "ENDING": ENDING}
+TEMPLATES = {
+    **{"PLAIN": PLAIN, "THINKING": THINKING, "MARKED": MARKED, "ENDING": ENDING, "BRIEF": "{{- brief }}" + PLAIN},
+    "NO_DEVELOPER": PLAIN.replace(" in messages", " in messages if m.role != 'developer'"),
+    "RAISING": PLAIN.replace("{{-", "{{- raise_exception('unknown role') if m.role == 'developer' }}{{-", 1),
+}
 
 
 def cases(table: str) -> list[list[Any]]:
@@ -104,13 +101,19 @@ EOS of a base model   {"eos": "^"}   {"messages": FIRST}   user: hi|assistant: [
 no special token ends a turn   {"template": "ENDING \\n"}   {"messages": FIRST}   user: hiassistant: [yo⏎]
 after EOS all is cut   {"template": "ENDING |tail"}   {"messages": FIRST}   user: hiassistant: [yo|]
 another special token cuts blanks   {"template": "ENDING ^tail"}   {"messages": FIRST}   user: hiassistant: [yo^tail]
+an empty turn with weight 0   {}   {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "weight": 0.0}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}   user: hi|assistant: |user: q|assistant: [()a|]
+a variable of the template   {"template": "BRIEF", "chat_template_kwargs": {"brief": "!"}}   {"messages": FIRST}   !user: hi|assistant: [yo|]
+that of the row wins   {"template": "BRIEF", "chat_template_kwargs": {"brief": "!"}}   {"messages": FIRST, "chat_template_kwargs": {"brief": "?"}}   ?user: hi|assistant: [yo|]
+a developer   {"template": "PLAIN"}   {"messages": [{"role": "developer", "content": "x"}, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}   developer: x|user: hi|assistant: [yo|]
+is the system where the template leaves developers out   {"template": "NO_DEVELOPER"}   {"messages": [{"role": "developer", "content": "x"}, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}   system: x|user: hi|assistant: [yo|]
+or refuses them   {"template": "RAISING"}   {"messages": [{"role": "developer", "content": "x"}, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}   system: x|user: hi|assistant: [yo|]
 weight 0 is history   {}   {"messages": UNSURE}   user: hi|assistant: yo|user: q|assistant: [()a|]
 a tool's result as JSON   {"template": "{%- for m in messages %}{{- m.role + ': ' + (m.content|tojson if m.role == 'tool' else m.content) + '|' }}{% endfor %}{%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif %}"}   {"messages": [{"role": "user", "content": "hi"}, {"role": "tool", "content": "{\"e\": \"\n\"}"}, {"role": "assistant", "content": "yo"}]}   user: hi|tool: "{\"e\": \"\n\"}"|assistant: [yo|]
 """
 
 
 @pytest.mark.parametrize(("promise", "options", "fields", "samples"), cases(READ))
-def test_what_is_learned(promise: str, options: dict[str, Any], fields: dict[str, Any], samples: str) -> None:
+def test_what_is_learned(promise: str, options: Any, fields: dict[str, Any], samples: str, shown: Any) -> None:
     ours = made(options)
     found = ours.encode(Row(fields, "a.jsonl:1"))
     assert [shown(each, ours.tokenizer.decode) for each in found] == samples.split(" & "), promise
@@ -170,7 +173,7 @@ COUNTED: list[tuple[dict[str, Any], list[dict[str, Any]], list[list[str]], dict[
 
 
 @pytest.mark.parametrize(("options", "rows", "samples", "counts"), COUNTED)
-def test_what_is_counted(options: Any, rows: Any, samples: Any, counts: dict[str, Any]) -> None:
+def test_what_is_counted(options: Any, rows: Any, samples: Any, counts: dict[str, Any], shown: Any) -> None:
     ours, report, errors = encoder(**options), EncodeReport(), list[DataError]()
     given = [Row(fields, f"a.jsonl:{number}") for number, fields in enumerate(rows, start=1)]
     found = ours.encode_all(iter(given), errors.append, report)
@@ -180,16 +183,17 @@ def test_what_is_counted(options: Any, rows: Any, samples: Any, counts: dict[str
     assert [error.where for error in errors] == ["a.jsonl:1", "a.jsonl:3", "a.jsonl:4"][: len(errors)]
 
 
-def test_a_batch_is_the_rows_one_by_one() -> None:
+def test_a_batch_is_the_rows_one_by_one(shown: Any) -> None:
     rows = [Row({"text": "x" * n} if n % 3 else {"messages": CHAT}, "a:1") for n in range(1, 100)]
     ours = encoder()
-    batch, single = ours.encode_all(iter(rows)), map(ours.encode, rows)
-    assert [[shown(x, ours.tokenizer.decode) for x in each] for each in batch] == [
-        [shown(x, ours.tokenizer.decode) for x in each] for each in single
-    ]
+    batch, single = (
+        [[shown(x, ours.tokenizer.decode) for x in each] for each in found]
+        for found in (ours.encode_all(iter(rows)), map(ours.encode, rows))
+    )
+    assert batch == single
 
 
-def test_a_target_gets_no_space_where_a_text_begins() -> None:
+def test_a_target_gets_no_space_where_a_text_begins(shown: Any) -> None:
     """SentencePiece tokenizers (Llama 2, Mistral) put a space before a text's first word, which a target is not."""
     vocab = {piece: i for i, piece in enumerate(["<unk>", "</s>", "▁", "a", "b", ":", "(", ")"])}
     backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
@@ -212,80 +216,9 @@ def test_a_target_gets_no_space_where_a_text_begins() -> None:
     ]
 
 
-# Stock templates, any text, any row
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return byte_tokenizer(CHATML)
-
-
-def chat(*messages: dict[str, Any], **columns: Any) -> Row:
-    return Row({"messages": [*messages], **columns}, "a.jsonl:1")
-
-
-def texts(encoder: ChatEncoder, given: Row) -> list[tuple[str, str]]:
-    """Of each sample: what bears no loss, and what does."""
-    decode = encoder.tokenizer.decode
-    samples = encoder.encode(given)
-    return [tuple(decode(x.input_ids[(x.labels != -100) == learned]) for learned in (False, True)) for x in samples]
-
-
-@pytest.fixture(scope="module")
-def trl_template() -> Callable[[str], PreTrainedTokenizerFast]:
-    trl = pytest.importorskip("trl", reason="carries a copy of Qwen3's stock chat template: pip install trl")
-
-    def read(name: str) -> PreTrainedTokenizerFast:
-        path = Path(trl.__file__).parent / "chat_templates" / name
-        if not path.exists():
-            pytest.skip(f"this trl has no {name}: pip install 'trl>=1.10'")
-        return byte_tokenizer(path.read_text(encoding="utf-8"))
-
-    return read
-
-
-THOUGHTFUL = (user("hi"), assistant("yo", reasoning_content="greet"), user("q"), assistant("a"))
-ASKED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-ASKED_TWICE = ASKED + "yo<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-NO_THOUGHT = "<think>\n\n</think>\n\n"
-
-
-class TestQwen3:
-    """Its stock template, in the copy that TRL carries."""
-
-    def test_a_turn_has_its_own_thinking_and_the_next_does_not_see_it(self, trl_template: Any) -> None:
-        assert texts(ChatEncoder(trl_template("qwen3.jinja")), chat(*THOUGHTFUL)) == [
-            (ASKED, "<think>\ngreet\n</think>\n\nyo<|im_end|>"),
-            (ASKED_TWICE, f"{NO_THOUGHT}a<|im_end|>"),
-        ]
-
-    def test_without_thinking_the_empty_block_is_in_the_prompt(self, trl_template: Any) -> None:
-        kwargs = {"enable_thinking": False}
-        tokenizer = trl_template("qwen3.jinja")
-        for encoder, given_chat in (
-            (ChatEncoder(tokenizer, chat_template_kwargs=kwargs), chat(*CHAT[:2])),
-            (ChatEncoder(tokenizer), chat(*CHAT[:2], chat_template_kwargs=kwargs)),
-        ):
-            assert texts(encoder, given_chat) == [(ASKED + NO_THOUGHT, "yo<|im_end|>")]
-
-    def test_tools(self, trl_template: Any) -> None:
-        tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-        call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
-        messages = (user("rain?"), assistant(None, tool_calls=[call]), {"role": "tool", "content": "rain"})
-        encoder = ChatEncoder(trl_template("qwen3.jinja"))
-        for given_tools in (tools, json.dumps(tools)):
-            samples = texts(encoder, chat(*messages, assistant("yes"), tools=given_tools))
-            called = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call><|im_end|>'
-            assert [target for _, target in samples] == [f"{NO_THOUGHT}{called}", f"{NO_THOUGHT}yes<|im_end|>"]
-            assert all('"name": "weather", "parameters"' in prompt for prompt, _ in samples)
-            assert "<tool_response>\nrain\n</tool_response>" in samples[1][0]
-
-    def test_a_developer_is_rendered_as_the_system(self, trl_template: Any, tokenizer: Any) -> None:
-        """By a template that leaves developers out; another one keeps them."""
-        given_chat = chat({"role": "developer", "content": "be brief"}, *CHAT[:2])
-        for each, role in ((trl_template("qwen3.jinja"), "system"), (tokenizer, "developer")):
-            [(prompt, _)] = texts(ChatEncoder(each), given_chat)
-            assert prompt.startswith(f"<|im_start|>{role}\nbe brief<|im_end|>")
 
 
 CONTENT = st.text(min_size=1, max_size=20)
@@ -295,9 +228,11 @@ CONTENT = st.text(min_size=1, max_size=20)
 @given(system=CONTENT, question=CONTENT, answer=CONTENT.filter(str.strip))
 def test_no_character_is_lost(tokenizer: Any, system: str, question: str, answer: str) -> None:
     messages = [{"role": "system", "content": system}, user(question), assistant(answer)]
-    [(prompt, target)] = texts(ChatEncoder(tokenizer), chat(*messages))
+    [sample] = ChatEncoder(tokenizer).encode(Row({"messages": messages}, "a.jsonl:1"))
+    ids, is_learned = sample.input_ids, sample.labels != -100
     head = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
-    assert (prompt, target) == (f"{head}<|im_start|>assistant\n", f"{answer}<|im_end|>")
+    assert tokenizer.decode(ids[~is_learned]) == f"{head}<|im_start|>assistant\n"
+    assert tokenizer.decode(ids[is_learned]) == f"{answer}<|im_end|>"
 
 
 KEYS = ["role", "content", "from", "value", "weight", "function", "name", "arguments"]

@@ -1,6 +1,5 @@
 """Loss weights from a file to the optimizer step."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
+from tests.support.runs import write_rows
 
 N = -100
 ROWS = [
@@ -21,8 +21,7 @@ ROWS = [
 
 @pytest.fixture
 def data(shop: Path, tmp_path: Path) -> Any:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS), encoding="utf-8")
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
 
     def build(**options: Any) -> SFTData:
         files = {"train_file": str(path), "predict_file": str(path), "model_name_or_path": str(shop / "model")}

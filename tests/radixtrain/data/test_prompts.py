@@ -1,7 +1,5 @@
 """Rows as prompts: cut before their last answer, token for token what training saw."""
 
-import json
-
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -10,6 +8,7 @@ from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt, choose_prompts, end_tokens, prompt_of
 from tests.support.batches import MARKED
+from tests.support.runs import write_rows
 
 IGNORED = -100
 
@@ -60,8 +59,7 @@ def write(path, *rows):
     for row in rows:
         if "messages" in row:
             row["messages"] = [{"role": role, "content": content} for role, content in row["messages"]]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return str(path)
+    return str(write_rows(path, rows))
 
 
 @pytest.mark.parametrize("split_turns", [True, False])

@@ -1,25 +1,23 @@
-"""Rows of every format: what is read and learned from each, or why it is refused.
+"""Rows of every format: what is read and learned from each, what is only listed, or why the row is refused.
 
-What is learned is written as text, in which [ ] enclose what bears loss and | ends a turn.
+What is learned is written as text, in which [ ] enclose what bears loss and | ends a turn. The fix that an error names is
+tried. What a template and the settings make of a chat: `test_chat.py`.
 """
 # ruff: noqa: E501 (the tables)
 
 import json
-import os
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
+import yaml
 
-from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.files.sources import Row
+from radixtrain.data.files.rows import Row, UnreadRow
 from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import DataError
 from tests.support.batches import byte_tokenizer
 
-ROOT = Path(__file__).resolve().parents[3]
-RAW = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft")).parent / "raw"
 TEMPLATE = """\
 {%- for tool in tools or [] %}{{- '{' + tool.name + '}' }}{% endfor %}
 {%- for m in messages %}
@@ -32,7 +30,8 @@ TEMPLATE = """\
     {{- m.role + ': ' }}
     {%- if m.role == 'assistant' %}{% generation %}{{- text }}{% endgeneration %}{% else %}{{- text }}{% endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif %}{%- if brief is defined %}{{- brief }}{% endif %}"""
+{%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif %}{%- if brief is defined %}{{- brief }}{% endif %}
+{%- if false %}{{- 'analysis' }}{% endif %}"""  # a word that it only writes is no key that it reads
 
 
 @pytest.fixture(scope="module")
@@ -44,25 +43,7 @@ def turn(role: str, content: Any, **keys: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **keys}
 
 
-def user(content: Any) -> dict[str, Any]:
-    return turn("user", content)
-
-
-def assistant(content: Any, **keys: Any) -> dict[str, Any]:
-    return turn("assistant", content, **keys)
-
-
-def shown(tokenizer: Any, sample: TokenRow) -> str:
-    pieces, learned = [], False
-    for token, label in zip(sample.input_ids.tolist(), sample.labels.tolist(), strict=True):
-        if (label != -100) != learned:
-            learned = not learned
-            pieces.append("[" if learned else "]")
-        pieces.append(tokenizer.decode([token]))
-    return "".join(pieces) + ("]" if learned else "")
-
-
-Q, A = user("q"), assistant("a")
+Q, A = turn("user", "q"), turn("assistant", "a")
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 SHORT = {"CHAT": [Q, A], "SHAREGPT": SHAREGPT, "ASKED": Q, "ANSWERED": A}
 """What the tables write for messages that stand in many rows."""
@@ -124,6 +105,19 @@ READ = r"""
 {"messages": [{"role": "system", "content": "s", "tools": [{"name": "f"}]}, ASKED, ANSWERED]} -> {f}system: s|user: q|assistant: [a|]
 {"messages": CHAT, "tools": "null", "chat_template_kwargs": "null"} -> user: q|assistant: [a|]
 {"messages": [ASKED, {"role": "model", "content": "a"}]} -> user: q|assistant: [a|]
+{"messages": CHAT, "id": 0, "difficulty": 0.5, "quality": "good", "lang": "no"} -> user: q|assistant: [a|] unread: id, difficulty, quality, lang
+{"messages": CHAT, "num_turns": 1, "token_count": 0, "created": 17.5, "year": 2024} -> user: q|assistant: [a|] unread: num_turns, token_count, created, year
+{"messages": CHAT, "metadata": {"temperature": 0.7, "ok": false, "lang": "en"}, "tags": ["a"]} -> user: q|assistant: [a|] unread: metadata, tags
+{"messages": CHAT, "version": 1.0, "age": 42, "status_code": 200, "parallel_tool_calls": false} -> user: q|assistant: [a|] unread: version, age, status_code, parallel_tool_calls
+{"messages": CHAT, "train": true, "weight": 1.0, "used_in_training": "yes", "reasoning": "off"} -> user: q|assistant: [a|] unread: train, weight, used_in_training, reasoning
+{"messages": CHAT, "hash": "1", "reward_model": "R", "reasoning_effort": "high"} -> user: q|assistant: [a|] unread: hash, reward_model, reasoning_effort
+{"messages": [ASKED, {"role": "assistant", "content": "3"}], "label": 3} -> user: q|assistant: [3|] unread: label
+{"instruction": "q", "input": "", "output": "a", "text": ""} -> user: q|assistant: [a|]
+{"text": "t", "language_score": 0.97, "token_count": 1} -> [t|] unread: language_score, token_count
+{"messages": [{"role": "user", "content": "q", "header": {"agent": "x"}}, {"role": "assistant", "content": "a", "train": true, "name": "Bob", "index": 0, "reasoning_effort": "high"}]} -> user: q|assistant: [a|] unread: messages.header, messages.train, messages.index, messages.reasoning_effort
+{"messages": [ASKED, {"role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]}]} -> user: q|assistant: [a|]
+{"messages": CHAT, "tools": [], "functions": [{"name": "f"}]} -> {f}user: q|assistant: [a|]
+{"messages": [{"role": "system", "content": "s", "tools": "[{\"name\": \"f\"}]"}, ASKED, ANSWERED], "tools": "[]"} -> {f}system: s|user: q|assistant: [a|]
 {"input_ids": [97, 98, 99]} -> [abc]
 {"input_ids": [97, 98, 99], "labels": [-100, 98, -100], "text": "t"} -> a[b]c unread: text
 {"input_ids": [97, 98, 99], "completion_mask": [0, 0, 1]} -> ab[c]
@@ -136,13 +130,13 @@ READ = r"""
 """
 
 
-def test_what_a_row_means(tokenizer: Any) -> None:
+def test_what_a_row_means(tokenizer: Any, shown: Any) -> None:
     for fields, becomes in cases(READ):
         text, _, unread = becomes.partition(" unread: ")
         before, report = repr(fields), EncodeReport()
         given = Row({**fields, "nothing": None}, "a.jsonl:1", {"before": "x"})
         [[sample]] = ChatEncoder(tokenizer, split_turns=False).encode_all([given], report=report)
-        assert (shown(tokenizer, sample), sample.where) == (text, "a.jsonl:1"), fields
+        assert (shown(sample, tokenizer.decode), sample.where) == (text, "a.jsonl:1"), fields
         assert report.unused_columns == dict.fromkeys(["before", *filter(None, unread.split(", "))], 1), fields
         assert repr(fields) == before, "rows may be read again"
 
@@ -171,19 +165,12 @@ TURNS = r"""
 """
 
 
-def test_what_a_turn_means(tokenizer: Any) -> None:
+def test_what_a_turn_means(tokenizer: Any, shown: Any) -> None:
     for message, text in cases(TURNS):
         before = repr(message)
         [sample] = ChatEncoder(tokenizer, split_turns=False).encode(Row({"messages": [Q, message, A]}, "a.jsonl:1"))
-        assert shown(tokenizer, sample) == f"user: q|{text}assistant: [a|]", message
+        assert shown(sample, tokenizer.decode) == f"user: q|{text}assistant: [a|]", message
         assert repr(message) == before, "rows may be read again"
-
-
-def test_a_turn_with_weight_0_is_rendered(tokenizer: Any) -> None:
-    for content, weight in (("x", 0), ("", 0.0)):
-        given = Row({"messages": [Q, assistant(content, weight=weight), A]}, "a.jsonl:1")
-        [sample] = ChatEncoder(tokenizer).encode(given)
-        assert shown(tokenizer, sample) == f"user: q|assistant: {content}|assistant: [a|]"
 
 
 REFUSED = r"""
@@ -209,7 +196,7 @@ REFUSED = r"""
 {"question": "q", "answer": "a", "context": "c"} -> context beside question and answer: to put it after the question, as text, write data.columns: {instruction: question, input: context, output: answer}; to leave it out, write data.columns: {user: question, assistant: answer}
 {"question": "q", "answer": " "} -> answer: the answer is empty: nothing is learned from it but to stop; leave the row out (data.on_bad_row: skip)
 {"question": "q", "answer": 1} -> answer: expected text, found 1
-{"instruction": "q", "output": "a", "history": ["x"]} -> history beside instruction and output: to put it after the question
+{"instruction": "q", "output": "a", "history": "x"} -> history beside instruction and output: to put it after the question
 {"text": "t", "label": 0} -> label: 0: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {label: null}; to answer with it, write {user: text, assistant: label}
 {"text": "t", "category": "c"} -> category: 'c': nothing reads this
 {"text": "q", "completion": "a"} -> completion: 'a': nothing reads this
@@ -255,6 +242,17 @@ REFUSED = r"""
 {"input_ids": [1, 2], "weights": [true, 1]} -> weights: expected numbers of float32, found 'True' at position 0
 {"input_ids": [1, 2], "weights": [1, NaN]} -> weights: expected numbers of float32, found 'nan' at position 1
 {"input_ids": [1, 2], "weights": [1, -1e+39]} -> weights: expected numbers of float32, found '-1e+39' at position 1
+{"input_ids": [81, 82], "position_ids": [0, 1]} -> position_ids: [0, 1]: nothing reads this
+{"input_ids": [81, 82], "labels": [-100, 82], "reward": 0.0} -> reward: 0.0: nothing reads this
+{"messages": CHAT, "Is it: good?": false} -> Is it: good?: False: nothing reads this
+{"messages": CHAT, "meta": {"human": {"label": false}}} -> meta: {'human': {'label': False}}: nothing reads this
+{"messages": CHAT, "chosen": [{"role": "assistant", "content": "b"}], "rejected": [ASKED, {"role": "assistant", "content": "c"}]} -> chosen and rejected: preference data
+{"messages": CHAT, "rejected_response": "b"} -> rejected_response: preference data
+{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"from": "human", "value": "r"}], "chosen": {"from": "gpt", "value": "b"}, "rejected": {"from": "gpt", "value": "c"}} -> chosen and rejected: preference data
+{"messages": [{"role": "user", "content": "q", "attachments": ["a.pdf"]}, ANSWERED]} -> turn 1 (role 'user'): attachments: ['a.pdf'] is not read, so it would be lost
+{"messages": [ASKED, {"role": "assistant", "content": "b", "toxic": false}, ASKED, {"role": "assistant", "content": "a", "toxic": false, "edited": true}]} -> turn 2 (role 'assistant'): toxic: False is not read
+{"messages": CHAT, "tools": [{"name": "g"}], "functions": [{"name": "f"}]} -> tools and functions differ; remove one of them
+{"messages": [{"role": "system", "content": "s", "tools": [{"name": "f"}]}, ASKED, ANSWERED], "tools": [{"name": "g"}]} -> tools and tools of the system turn differ; remove one of them
 {"input_ids": [1, 2], "attention_mask": [0, 1]} -> attention_mask[0] is 0, and a row has no padding here
 """
 TURNS_REFUSED = r"""
@@ -310,10 +308,107 @@ null -> : expected {role, content}, found None
 """
 
 
-def test_what_is_refused(tokenizer: Any) -> None:
+FIX = re.compile(r"data\.columns: (\{.*?\})")
+
+
+def test_what_is_refused_and_that_the_fix_works(tokenizer: Any) -> None:
+    """A fix names all that would be refused next."""
     turns = [({"messages": [Q, message, A]}, f"messages: turn 2{reason}") for message, reason in cases(TURNS_REFUSED)]
     for fields, reason in [*cases(REFUSED), *turns]:
         with pytest.raises(DataError) as raised:
             ChatEncoder(tokenizer).encode(Row(fields, "a.jsonl:1"))
-        assert str(raised.value).startswith(f"a.jsonl:1: {reason}"), fields
-        assert "\n" not in str(raised.value)
+        said = str(raised.value)
+        assert said.startswith(f"a.jsonl:1: {reason}") and "\n" not in said, (fields, said)
+        fixes = [yaml.safe_load(fix) for fix in FIX.findall(said)]
+        left_out = {name: None for fix in fixes for name in fix if fix[name] is None}
+        for columns in [left_out] if left_out else fixes:
+            assert learned(tokenizer, fields, columns), fields
+
+
+def learned(tokenizer: Any, fields: dict[str, Any], columns: dict[str, str | None] | None = None) -> list[str]:
+    """What bears loss in each sample of a row, read with a mapping."""
+    row = UnreadRow(json.dumps(fields).encode(), "a.jsonl:1", columns).read()
+    return [tokenizer.decode(each.labels[each.labels != -100]) for each in ChatEncoder(tokenizer).encode(row)]
+
+
+def test_a_preference_file_is_named_as_such_where_nothing_is_left_to_learn(tokenizer: Any) -> None:
+    """LLaMA-Factory's, of which two thirds end in their first question."""
+    with pytest.raises(DataError, match="chosen and rejected: preference data"):
+        learned(tokenizer, {"conversations": SHAREGPT[:1], "chosen": A, "rejected": turn("assistant", "b")})
+
+
+# Columns beside a chat, each of which may say that it is bad, or hold a part of it.
+MORE: list[tuple[str, Any]] = [
+    ("label", False), ("label", "0"), ("label", "bad"), ("thumbs", -1), ("reward", 0.0), ("score", 3), ("rating", "2"),
+    ("rank", 2), ("pass_rate", 0.25), ("verdict", "rejected"), ("accepted", "no"), ("stars", 5), ("outcome", "failed"),
+    ("zufrieden", False), ("is_spam", True), ("评分", 0), ("weight", 0), ("ok", "0"), ("feedback", {"value": "negative"}),
+    ("turn_mask", [0, 1]), ("responses", [A]), ("final", turn("assistant", "good")), ("thinking", "deep"),
+    ("rationale", "deep"), ("cot", "deep"), ("chain_of_thoughts", "long and deep"), ("loss_weights", [1.0, 2.0]),
+    ("used_in_training", "no"), ("loss", "off"), ("points", 3), ("quality", 2), ("negative", "another answer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), MORE)
+def test_a_column_that_says_more(name: str, value: Any, tokenizer: Any) -> None:
+    fields = {"messages": [Q, turn("assistant", "BAD")], name: value}
+    fix = f"write data.columns: {{{name}: null}}"
+    with pytest.raises(DataError, match=re.escape(f"a.jsonl:1: {name}: {value!r}"[:60]) + f".*{re.escape(fix)}"):
+        learned(tokenizer, fields)
+    assert learned(tokenizer, fields, {name: None}) == ["BAD|"]
+
+
+def test_a_mapping_ignores_only_what_it_names(tokenizer: Any) -> None:
+    """Runs of tau-bench: the hint of the first error leads to the second one."""
+    row = {"task_id": 0, "reward": 0.0, "info": {"reward_info": {"reward": 0.0}}, "traj": [Q, A]}
+    for columns, error in (
+        (None, "no format has the columns task_id, reward, info, traj"),
+        ({"messages": "traj"}, "reward: 0.0, info: {'reward_info': {'reward': 0.0}}: nothing reads this"),
+        ({"messages": "traj", "reward": None}, "data.columns: {info: null}"),
+    ):
+        with pytest.raises(DataError, match=re.escape(error)):
+            learned(tokenizer, row, columns)
+    assert learned(tokenizer, row, {"messages": "traj", "reward": None, "info": None}) == ["a|"]
+
+
+TO_WEIGHT, TO_THINKING = ("messages.weight", ["a|"]), ("messages.reasoning_content", ["(deep)b|", "a|"])
+KEYS: list[tuple[tuple[str, list[str]], list[tuple[str, Any]]]] = [
+    # the setting that reads a key of the first answer of two, and what is learned then; keys and values
+    (TO_WEIGHT, [
+        ("train", False), ("training", 0), ("loss", 0.0), ("loss_mask", 0), ("learn", False), ("is_good", False), ("反", 0),
+    ]),
+    (("messages.weight", ["b|", "a|"]), [("masked", True), ("no_loss", True), ("edited", True)]),
+    (TO_THINKING, [
+        ("reasoning_details", [{"type": "reasoning.text", "text": "deep"}]),
+        ("thinking_blocks", [{"type": "thinking", "thinking": "deep", "signature": "x"}]),
+        ("thought", "deep"), ("chain_of_thoughts", "deep"), ("rationale", "deep"), ("analysis", "deep"),
+    ]),
+    (("", []), [
+        ("train_detail", [{"begin_offset": 0, "end_offset": 2, "train": False}]), ("parts", [{"text": "deep"}]),
+        ("annotations", ["x"]), ("note", "what it would have said instead"), ("extra", {"train": False}),
+        ("provider_specific_fields", {"reasoning_content": "deep"}), ("feedback", "bad"), ("verdict", "wrong"),
+        ("loss", "off"), ("extra", {"x": {"y": 0}}), ("thoughts", ["deep", "deeper"]), ("思考", "先算三乘四再加上二"),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "key", "value"), [(how, *each) for how, keys in KEYS for each in keys])
+def test_a_turn_that_says_more(how: tuple[str, list[str]], key: str, value: Any, tokenizer: Any) -> None:
+    row = {"messages": [Q, turn("assistant", "b", **{key: value}), Q, A]}
+    with pytest.raises(DataError) as raised:
+        learned(tokenizer, row)
+    said, (reads, then) = str(raised.value), how
+    assert f"a.jsonl:1: turn 2 (role 'assistant'): {key}: " in said
+    assert f"data.columns: {{messages.{key}: null}} leaves it out" in said
+    assert learned(tokenizer, row, {f"messages.{key}": None}) == ["b|", "a|"]
+    assert (f"data.columns: {{{reads}: messages.{key}}} reads it" in said) == bool(reads)
+    for given in (row, {"conversations": json.dumps(row["messages"])}) if reads else ():
+        assert learned(tokenizer, given, {reads: f"messages.{key}"}) == then
+
+
+@pytest.mark.parametrize("keys", [{"loss_mask": 0, "weight": None}, {"weight": None, "loss_mask": 0}])
+def test_a_null_does_not_undo_a_mapping(keys: dict[str, Any], tokenizer: Any) -> None:
+    row, columns = {"messages": [Q, turn("assistant", "b", **keys), Q, A]}, {"messages.weight": "messages.loss_mask"}
+    assert learned(tokenizer, row, columns) == ["a|"]
+    row["messages"][1]["weight"] = 1
+    with pytest.raises(DataError, match=r"messages: turn 2: two keys are weight by data\.columns, and they differ"):
+        learned(tokenizer, row, columns)

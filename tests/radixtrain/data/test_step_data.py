@@ -17,6 +17,7 @@ from radixtrain.data.tokens.store import Corpus, Part
 from radixtrain.errors import EndedElsewhere, UserError
 from tests.support.batches import MARKED, byte_tokenizer
 from tests.support.processes import on_ranks
+from tests.support.runs import write_rows
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,7 @@ def data(model_folder: Path, tmp_path: Path) -> Callable[..., SFTData]:
 
 
 def write(path: Path, letters: str, answer: str = "yes") -> str:
-    rows = [{"prompt": letter * 3, "completion": answer} for letter in letters]
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return str(path)
+    return str(write_rows(path, [{"prompt": letter * 3, "completion": answer} for letter in letters]))
 
 
 def letters_of(data: SFTData, split: str = "train") -> str:
@@ -70,8 +69,7 @@ def test_turns_of_nested_rows(
 ) -> None:
     roles = ("user", "assistant")
     chats = [[{"role": role, "content": q} for q in questions.split() for role in roles] for questions in LOG]
-    log = tmp_path / "log.jsonl"
-    log.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats), encoding="utf-8")
+    log = write_rows(tmp_path / "log.jsonl", [{"messages": chat} for chat in chats])
     corpus = data(str(log), train_on=train_on, split_turns=split_turns).conversations["train"]
     assert [(int(row[0].where.split(":")[1]), len(row)) for row in corpus] == trained
     assert corpus.lengths.tolist() == [len(sample.input_ids) for row in corpus for sample in row]
@@ -92,7 +90,7 @@ def test_system_prompt(data: Callable[..., SFTData], tmp_path: Path, monkeypatch
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     own = [{"role": "system", "content": "Own."}, *turns]
     rows = [{"messages": turns}, {"messages": own}, {"prompt": turns[:1], "completion": turns[1:]}]
-    Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    write_rows(Path("a.jsonl"), rows)
     module = data("a.jsonl", system_prompt="Be brief.")
     texts = [module.tokenizer().decode(sample.input_ids) for [sample] in module.conversations["train"]]
     found = [text.partition("system\n")[2].partition("<")[0] for text in texts]
@@ -113,6 +111,8 @@ def test_sources_in_a_list_with_weights(data: Callable[..., SFTData], tmp_path: 
     counts = dict.fromkeys([f"{a}:{n}" for n in range(1, 7)], 1) | dict.fromkeys([f"{b}:{n}" for n in (1, 2)], 2)
     seen = [where for step in module.train_dataloader() for where in step.where]
     assert {where: seen.count(where) for where in seen} == counts
+    with pytest.raises(UserError, match=r"data\.train_file: with these weights no conversation is left"):
+        data([{"path": b, "weight": 0.125}])
 
 
 def test_validation_rows_are_taken_out_by_the_seed(data: Callable[..., SFTData], tmp_path: Path) -> None:
@@ -131,25 +131,15 @@ def test_a_resumed_run_needs_the_same_samples(data: Callable[..., SFTData], tmp_
     path = write(tmp_path / "a.jsonl", "abcdef")
     state = data(path).state_dict()
     data(path).load_state_dict(state)
-    with pytest.raises(UserError, match="other steps or rows: batch_size was 4 and is 3; give the files and"):
-        data(path, batch_size=3).load_state_dict(state)
-    with pytest.raises(UserError, match="group_by_prefix was false and is 2"):
-        data(path, group_by_prefix=2).load_state_dict(state)
-    with pytest.raises(UserError, match="digest was"):
-        data(path, completion_only_loss=False).load_state_dict(state)
-    write(tmp_path / "a.jsonl", "abcdef", answer="no!")  # as many tokens
-    with pytest.raises(UserError, match=r"other steps or rows: digest was \w+ and is \w+"):
-        data(path).load_state_dict(state)
-
-
-def test_weights_of_no_epoch(data: Callable[..., SFTData], tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", "a")
-    for weight, said in (
-        (0.25, ": with these weights no conversation is left"),
-        (1e30, ": weight must be above 0 and at"),
+    for answer, settings, said in (
+        ("yes", {"batch_size": 3}, "belongs to other steps or rows: batch_size was 4 and is 3; give the files and"),
+        ("yes", {"group_by_prefix": 2}, "group_by_prefix was false and is 2"),
+        ("yes", {"completion_only_loss": False}, r"other steps or rows: digest was \w+ and is \w+"),
+        ("no!", {}, "digest was"),  # as many tokens
     ):
-        with pytest.raises(UserError, match=rf"data\.train_file{said}"):
-            data([{"path": path, "weight": weight}])
+        write(tmp_path / "a.jsonl", "abcdef", answer)
+        with pytest.raises(UserError, match=said):
+            data(path, **settings).load_state_dict(state)
 
 
 def test_the_ranks_share_the_steps_of_one(data: Callable[..., SFTData], tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from radixtrain.collators.prefix_sampler import ENOUGH, GroupedOrder, batches_of
+from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.datamodule import SFTData
@@ -22,8 +21,8 @@ from radixtrain.data.steps import (
     features_of,
     grouped_order,
 )
-from radixtrain.errors import UserError
 from radixtrain.tree.groups import find_prefix_groups
+from tests.support.runs import write_rows
 
 
 def conversations_of(prompts: int, each: int, own: int = 30, turns: int = 1) -> list[list[TokenRow]]:
@@ -43,15 +42,6 @@ def conversations_of(prompts: int, each: int, own: int = 30, turns: int = 1) -> 
 @pytest.fixture(scope="module")
 def twenty() -> list[list[TokenRow]]:
     return conversations_of(20, 160)
-
-
-def test_r_of_each_order(twenty):
-    """20 prompts, batches of 32: as `tests/collators/test_prefix_sampler.py` derives it."""
-    grouped = grouped_order(twenty, 32, True, 42).draw(np.arange(3200), np.random.default_rng(0))
-    by_prompt = np.argsort(np.arange(3200) % 20, kind="stable")
-    orders = (np.random.default_rng(0).permutation(3200), by_prompt, grouped)
-    plain, most, chosen = (expected_r(twenty, batches_of(order, 32), 16384).r for order in orders)
-    assert plain < ENOUGH * most < chosen < most
 
 
 @pytest.mark.parametrize("max_tokens", [None, 2000, 700])
@@ -82,24 +72,11 @@ def test_later_turns_count(twenty):
     assert len(grouped_order(conversations, 8, 4, 42).groups) == 20
 
 
-SETTINGS = [
-    ({"group_by_prefix": True, "shuffle_dataset": False}, "shuffle_dataset: false keeps the order of the file"),
-    *(({"group_by_prefix": number}, f"from 1 to data.batch_size .32.; got {number}") for number in (33, 0, -2)),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), SETTINGS)
-def test_settings_that_cannot_be_meant(settings, message):
-    with pytest.raises(UserError, match=message):
-        SFTData("chats.jsonl", **settings)
-
-
 @pytest.fixture
 def file(tmp_path) -> Path:
     """60 rows of tokens, three prompts in turns."""
     rows = [{"input_ids": [*range(50 * (index % 3), 50 * (index % 3) + 48), 150 + index]} for index in range(60)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return tmp_path / "rows.jsonl"
+    return write_rows(tmp_path / "rows.jsonl", rows)
 
 
 def data_of(file: Path, shop: Path, **settings) -> SFTData:

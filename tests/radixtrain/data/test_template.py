@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,10 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.conversation import Conversation
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.sources import Row
-from radixtrain.data.template import REWRITTEN, renders_developer, warn_of_mistakes
+from radixtrain.data.template import REWRITTEN, warn_of_mistakes
 from radixtrain.errors import DataError, UserError
 from tests.support.batches import byte_tokenizer
-
-
-@pytest.mark.parametrize(
-    ("text", "renders"),
-    [
-        ("{{ messages[0].content }}", True),
-        ("{% for m in messages if m.role != 'developer' %}{{ m.content }}{% endfor %}", False),
-        ("{{ raise_exception('unknown role') }}", False),
-    ],
-)
-def test_renders_developer(text: str, renders: bool) -> None:
-    assert renders_developer(byte_tokenizer(text)) is renders
-
+from tests.support.runs import write_rows
 
 MESSAGES = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
 
@@ -114,7 +101,7 @@ def test_history_that_is_rewritten_is_told(
 def test_fit_says_it_before_it_tokenises(shop: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Tokenised rows are cached, so the second start reads none but these few."""
     file, template = tmp_path / "chats.jsonl", tmp_path / "dropping.jinja"
-    file.write_text(json.dumps(TWO.fields) + "\n", encoding="utf-8")
+    write_rows(file, [TWO.fields])
     template.write_text(DROPPING, encoding="utf-8")
     settings = {"chat_template_path": str(template), "model_name_or_path": str(shop / "model"), "split_turns": False}
     for _ in range(2):

@@ -41,7 +41,7 @@ def rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> 
 ASKING: list[tuple[dict[str, Any], list[dict[str, str]], dict[str, Any]]] = [
     # a row, its messages, and variables of the template: it ends with the generation prompt
     ({"messages": [SYSTEM]}, [SYSTEM], {}),
-    ({"messages": [USER, ANSWER, USER], "answer": "unread"}, [USER, ANSWER, USER], {}),
+    ({"messages": [USER, ANSWER | {"loss": 0}, USER], "label": 0}, [USER, ANSWER, USER], {}),  # it may say anything
     ({"prompt": [USER]}, [USER], {}),
     ({"prompt": [USER, ANSWER], "completion": [USER]}, [USER, ANSWER, USER], {}),
     ({"question": "Where is the saw?"}, [USER], {}),

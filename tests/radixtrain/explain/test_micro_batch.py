@@ -1,6 +1,5 @@
 """`radixtrain inspect`: a micro-batch as numbers and as a tree, with the text and the weights of its rows."""
 
-import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -21,9 +20,9 @@ from radixtrain.__main__ import main
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.commands.explain import inspect
 from radixtrain.data.datamodule import SFTData
-from radixtrain.errors import UserError
 from radixtrain.explain.micro_batch import BatchTree, MicroBatch, draw
 from radixtrain.testing import labelled_features
+from tests.support.runs import rows_in
 
 Build, Part, Print = Callable[..., TokenRow], Callable[..., MicroBatch], Callable[..., str]
 
@@ -44,13 +43,18 @@ def test_text_and_weights_of_rows(tokenizer: PreTrainedTokenizerBase, sample_of:
 def test_generated_batches(
     tokenizer: PreTrainedTokenizerBase, part_of: Part, min_shared_tokens: int, features: list[dict[str, list[int]]]
 ) -> None:
-    """The text of each sequence is that of its rows; the weights of the tokens are the labels of all sequences."""
+    """Each sequence is a path of runs, whose text is its text; the weights of the tokens are the labels of all."""
     columns = ((np.array(f["input_ids"], np.int64), np.array(f["labels"], np.int64)) for f in features)
     samples = [TokenRow(ids, np.where(labels == -100, -100, ids), f"x:{i}") for i, (ids, labels) in enumerate(columns)]
     part = part_of(samples, min_shared_tokens=min_shared_tokens)
     tree = BatchTree(part, tokenizer)
-    for sample, path in zip(part.samples, part.paths, strict=True):
+    for number, (sample, path) in enumerate(zip(part.samples, part.paths, strict=True)):
         assert "".join(tree.tokens[row].text for row in path.tolist()) == tokenizer.decode(sample.input_ids)
+        own = [run for run in tree.runs if number in run.sequences]
+        assert [row for run in own for row in range(run.start, run.end)] == path.tolist()
+        assert [run.depth for run in own] == [sum(map(len, own[:n])) for n in range(len(own))]
+        assert own[-1].ends.count(number) == 1 and tree.runs.index(own[0]) in tree.roots
+        assert all(tree.runs.index(child) in run.children for run, child in pairwise(own))
     if min_shared_tokens == 1:  # otherwise copies of a row bear the loss of all
         labels = Counter(
             tuple(sample.input_ids[: place + 1].tolist())
@@ -158,10 +162,10 @@ def test_the_command(
     assert numbers["r"] == f"{int(numbers['tokens']) / int(numbers['computed tokens']):.2f}"
     tree = lines[lines.index(LEGEND) + 2 :]
     assert tree[0].startswith("×4  tokens 0-") and sum("; ends train.jsonl:" in line for line in tree) == 4
-    rows = [json.loads(line)["messages"] for line in (shop / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    answers = [row["messages"][-1]["content"] for row in rows_in(shop / "train.jsonl")]
     for line, text in pairwise(tree):
         if "; ends train.jsonl:" in line:
-            assert text.endswith(f"{rows[int(line.rpartition(':')[2]) - 1][-1]['content']}<|im_end|>⟧")
+            assert text.endswith(f"{answers[int(line.rpartition(':')[2]) - 1]}<|im_end|>⟧")
     assert "\x1b" not in out and not (tmp_path / "out").exists()
     assert main(arguments("inspect", model__model_name_or_path=model, row="train.jsonl:7")) == 0
     out = capsys.readouterr().out
@@ -175,21 +179,3 @@ def test_parts_of_a_step(shown: Print) -> None:
     for index, part in enumerate(parts):
         assert part.startswith(f"step 0 of 5, micro-batch {index} of ") and max(map(cell_len, part.splitlines())) <= 80
     assert parts[0] != parts[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"step": 5}, "step: an epoch has the steps 0 to 4, got 5"),
-        ({"step": -1}, "step: an epoch has the steps 0 to 4, got -1"),
-        ({"micro_batch": -1}, "micro_batch: step 0 has the micro-batches 0 to 0, got -1"),
-        ({"micro_batch": 1}, "micro_batch: step 0 has the micro-batches 0 to 0, got 1"),
-        ({"row": 21}, "row: data.train_file has the rows 1 to 20, got 21"),
-        ({"row": "x.jsonl:1"}, "row: no row 'x.jsonl:1' in the files of the configuration"),
-        ({"dedup": False}, "inspect shows what a batch shares, which is nothing with dedup: false"),
-        ({"train_file": None, "row": 1}, "data.train_file is missing"),
-    ],
-)
-def test_what_is_not_there(shown: Print, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        shown(**options)

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Group
 
 from radixtrain.data.datamodule import SFTData
-from radixtrain.errors import UserError
 from radixtrain.explain.row import find_row, show_row
 
 
@@ -124,22 +123,6 @@ def test_rows_are_found_by_number_and_by_name(
     assert find_row(data, 2).content.where.endswith("chats.jsonl:3")
     text = shown(data, "validation.jsonl:2")
     assert "validation.jsonl:2: row 2 of data.validation_file" in text and "computed" not in text
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (0, "row: data.train_file has the rows 1 to 2, got 0"),
-        (
-            "chats.jsonl:9",
-            "row: no row 'chats.jsonl:9' in the files of the configuration; expected a number or file:line",
-        ),
-        ("ats.jsonl:1", "row: no row 'ats.jsonl:1'"),
-    ],
-)
-def test_no_such_row(data_of: Callable[..., SFTData], row: int | str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        find_row(data_of(pair("a"), pair("b")), row)
 
 
 def test_it_is_printed_stage_by_stage(data_of: Callable[..., SFTData]) -> None:

@@ -74,7 +74,7 @@ class TestCounts:
             model.generate(input_ids=torch.tensor([[7, 8]]), max_new_tokens=4, pad_token_id=0)
         assert str(sharing_report(model)).splitlines() == [
             "2 calls shared: 30 places, 27 tokens, 21 unique, r = 1.29; plans took 0.00 s",
-            "the head computed 15 rows for 30 places",
+            "the head computed 36 rows for 30 places",
             "3 calls not shared: less than min_ratio = 1.1 to save",
             f"1 calls not shared: {NOT_ALIKE_REASON}",
             "4 calls of generation",

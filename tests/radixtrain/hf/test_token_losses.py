@@ -15,8 +15,6 @@ from trl.trainer.utils import add_fused_lm_head
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.errors import UserError
-from radixtrain.hf.collated import CollatedBatches
-from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.testing import relative_error
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
@@ -84,15 +82,6 @@ def test_refused(case: str) -> None:
         loss.backward()
 
 
-@pytest.fixture
-def head_rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What the head was asked for, and what it computed, by the lazy rows themselves."""
-    counts: list[tuple[int, int]] = []
-    monkeypatch.setattr(CollatedBatches, "_count", lambda *batch: None)
-    monkeypatch.setattr(SharingReport, "count_head", lambda self, *rows: counts.append(rows))
-    return counts
-
-
 def summed(logits: Tensor, batch: dict[str, Any]) -> Tensor:
     count = (batch["shift_labels"] >= 0).sum()
     return cross_entropy(logits.mT, batch["shift_labels"], reduction="sum") / count
@@ -114,8 +103,7 @@ def sum_of_labels() -> int:
 
 @pytest.mark.parametrize("case", EXACT)
 @pytest.mark.parametrize("copied", [False, True])
-def test_exact(case: str, copied: bool, head_rows: list[tuple[int, int]]) -> None:
-    """The head computes each row that predicts once, for the places of all labels."""
+def test_exact(case: str, copied: bool) -> None:
     model = tiny_qwen3()
     truth = float64_truth(model, FEATURES)
     share_prefixes(model)
@@ -124,7 +112,6 @@ def test_exact(case: str, copied: bool, head_rows: list[tuple[int, int]]) -> Non
         found = gradients_of(model, lambda: [EXACT[case](model)])
     flat = [torch.cat([each.flatten() for each in arm.tensors.values()]) for arm in (found, truth)]
     assert relative_error(*flat) <= 1e-12
-    assert head_rows == [(BATCH["labels"].numel(), 21)]
 
 
 UNEVEN = [{**row, "labels": [-100] * 2 + row["input_ids"][2:]} for row in FEATURES]

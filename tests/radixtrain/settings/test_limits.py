@@ -13,40 +13,40 @@ from radixtrain.settings.sections import DataSettings, ModelSettings
 
 INTEGERS = [-1, 0, 1, 2**31, 2**63, 10**40]
 NUMBERS = [*INTEGERS, 0.5, 1e30, math.inf, -math.inf, math.nan]
-# Values that a run can use. The others are refused by a line that begins with the key.
-TAKEN: dict[str, Callable[[Any], bool]] = {
-    "save_every_steps": lambda x: x >= 1,
-    "save_every_minutes": lambda x: 0 < x < math.inf,
-    "save_total_limit": lambda x: x >= 1,
-    "early_stopping": lambda x: x >= 1,
-    "sp_size": lambda x: x >= 1,
-    "ddp_timeout": lambda x: 1 <= x <= 2_000_000,
-    "seed_everything": lambda x: 0 <= x < 2**32,
-    "evaluate_generation.num_samples": lambda x: x >= 1,
-    "evaluate_generation.max_new_tokens": lambda x: x >= 1,
-    "evaluate_generation.temperature": lambda x: x > 0,
-    "evaluate_generation.batch_size": lambda x: x >= 1,
-    "model.learning_rate": lambda x: 0 <= x <= 1e37,
-    "model.warmup_steps": lambda x: 0 <= x <= 1e38,
-    "model.weight_decay": lambda x: 0 <= x <= 1e38,
-    "model.adam_beta1": lambda x: 0 <= x < 1,
-    "model.adam_beta2": lambda x: 0 <= x < 1,
-    "model.adam_epsilon": lambda x: 0 <= x <= 1e38,
-    "model.max_grad_norm": lambda x: 0 <= x <= 1e38,
-    "model.max_skipped_steps": lambda x: 0 <= x < 2**31,
-    "model.activation_checkpointing": lambda x: 0 <= x <= 1,
-    "model.lora_r": lambda x: 1 <= x <= 65536,
-    "model.lora_alpha": lambda x: 1 <= x < 2**31,
-    "model.lora_dropout": lambda x: 0 <= x < 1,
-    "data.val_size": lambda x: 0 <= x < math.inf,
-    "data.batch_size": lambda x: 1 <= x <= 2**24,
-    "data.max_tokens": lambda x: 1 <= x < 2**31,
-    "data.max_length": lambda x: 2 <= x < 2**31,
-    "data.group_by_prefix": lambda x: 1 <= x <= 32,
-    "data.min_shared_tokens": lambda x: 1 <= x < 2**31,
-    "data.dataset_num_proc": lambda x: 1 <= x <= 1024,
-    "data.dataloader_num_workers": lambda x: 0 <= x <= 1024,
-}
+TAKEN = """
+save_every_steps                   [1, inf]
+save_every_minutes                 (0, inf)
+save_total_limit                   [1, inf]
+early_stopping                     [1, inf]
+sp_size                            [1, inf]
+ddp_timeout                        [1, 2000000]
+seed_everything                    [0, 4294967295]
+evaluate_generation.num_samples    [1, inf]
+evaluate_generation.max_new_tokens [1, inf]
+evaluate_generation.temperature    (0, inf]
+evaluate_generation.batch_size     [1, inf]
+model.learning_rate                [0, 1e37]
+model.warmup_steps                 [0, 1e38]
+model.weight_decay                 [0, 1e38]
+model.adam_beta1                   [0, 1)
+model.adam_beta2                   [0, 1)
+model.adam_epsilon                 [0, 1e38]
+model.max_grad_norm                [0, 1e38]
+model.max_skipped_steps            [0, 2147483647]
+model.activation_checkpointing     [0, 1]
+model.lora_r                       [1, 65536]
+model.lora_alpha                   [1, 2147483647]
+model.lora_dropout                 [0, 1)
+data.val_size                      [0, inf)
+data.batch_size                    [1, 16777216]
+data.max_tokens                    [1, 2147483647]
+data.max_length                    [2, 2147483647]
+data.group_by_prefix               [1, 32]
+data.min_shared_tokens             [1, 2147483647]
+data.dataset_num_proc              [1, 1024]
+data.dataloader_num_workers        [0, 1024]
+"""
+"""Values that a run can use. The others are refused by a line that begins with the key."""
 SECTIONS: dict[str, Callable[..., Any]] = {
     "model": lambda **given: ModelSettings("unread", **given),
     "data": DataSettings,
@@ -70,10 +70,18 @@ def number_keys() -> dict[str, list[Any]]:
     return {name: NUMBERS if "number" in kind else INTEGERS for name, kind in kinds.items()}
 
 
+def is_in(value: Any, interval: str) -> bool:
+    low, high = map(float, interval[1:-1].split(","))
+    return (low <= value if interval[0] == "[" else low < value) and (
+        value <= high if interval[-1] == "]" else value < high
+    )
+
+
 def test_every_value_of_every_key() -> None:
-    assert number_keys().keys() == TAKEN.keys()
+    taken = dict(line.split(maxsplit=1) for line in TAKEN.strip().splitlines())
+    assert number_keys().keys() == taken.keys()
     for key, values in number_keys().items():
         for value in values:
             message = refused(key, value)
-            assert (message is None) == TAKEN[key](value), f"{key}, {value}: {message}"
+            assert (message is None) == is_in(value, taken[key]), f"{key}, {value}: {message}"
             assert message is None or key in message, message

@@ -78,40 +78,41 @@ def assert_equal_weights(one: Any, other: Any) -> None:
     assert all(map(torch.equal, one.parameters(), other.parameters()))
 
 
-def test_muon_takes_the_matrices_of_hidden_layers(tiny_qwen3: Any) -> None:
-    """Each step is that of torch's two optimizers side by side, bit for bit; a bias and the embeddings are AdamW's."""
-    models = [tiny_qwen3(attention_bias=True, tie_word_embeddings=False) for _ in range(2)]
-    chosen = settings(optimizer="muon", learning_rate=1e-2)
-    trained(models[0], [optimizer_of(models[0], chosen)], 3, 0)
-
+def of_muon(model: Any) -> list[Any]:
+    """Muon takes the matrices of hidden layers; a bias and the embeddings are AdamW's."""
     hidden, decaying, others = [], [], []
-    for key, weight in models[1].named_parameters():
+    for key, weight in model.named_parameters():
         is_outside = key.startswith(("model.embed_tokens", "lm_head"))
         (others if weight.ndim == 1 else decaying if is_outside else hidden).append(weight)
     assert hidden and len(decaying) == 2 and others
-    adam = {"lr": 1e-2, "betas": (0.5, 0.6), "eps": 1e-3}
-    pair = [
-        torch.optim.Muon(hidden, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW([{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], **adam),
-    ]
-    trained(models[1], pair, 3, 0)
-    assert_equal_weights(*models)
+    groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    muon = torch.optim.Muon(hidden, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(groups, **ADAM)]
 
 
-def test_a_step_of_adamw_8bit_is_that_of_bitsandbytes(tiny_qwen3: Any) -> None:
-    """Moments of the embeddings have 32 bits, those of hidden matrices 8: `moment_bytes` counts what is there."""
+def of_bitsandbytes(model: Any) -> list[Any]:
+    """Moments of the embeddings have 32 bits."""
     optim = pytest.importorskip("bitsandbytes.optim", reason="pip install bitsandbytes")
-    models = [tiny_qwen3(hidden_size=64, intermediate_size=128) for _ in range(2)]
-    optimizer = optimizer_of(models[0], settings(optimizer="adamw_8bit", learning_rate=1e-2, weight_decay=0.0))
-    trained(models[0], [optimizer], 3, 0)
-    embedding = models[1].get_input_embeddings().weight
-    own = [weight for weight in models[1].parameters() if weight is not embedding]
-    adam = {"lr": 1e-2, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.0}
-    pair = [optim.AdamW8bit(own, **adam), optim.AdamW32bit([embedding], **adam)]
-    trained(models[1], pair, 3, 0)
-    assert_equal_weights(*models)
-    assert {state["state1"].dtype for state in optimizer.state.values()} == {torch.uint8, torch.float32}
-    assert optimizer.state[models[0].get_input_embeddings().weight]["state1"].dtype == torch.float32
+    outside = [model.get_input_embeddings().weight, model.lm_head.weight]
+    decaying, others, rest = [], [], [weight for weight in model.parameters() if all(weight is not x for x in outside)]
+    for weight in rest:
+        (others if weight.ndim == 1 else decaying).append(weight)
+    groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return [optim.AdamW8bit(groups, **ADAM), optim.AdamW32bit(outside, **ADAM, weight_decay=0.1)]
+
+
+ADAM = {"lr": 1e-2, "betas": (0.5, 0.6), "eps": 1e-3}
+
+
+@pytest.mark.parametrize(("name", "apart"), [("muon", of_muon), ("adamw_8bit", of_bitsandbytes)])
+def test_each_step_is_that_of_two_optimizers_side_by_side(name: str, apart: Any, tiny_qwen3: Any) -> None:
+    """Bit for bit."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "attention_bias": True, "tie_word_embeddings": False}
+    ours, theirs = (tiny_qwen3(**sizes) for _ in range(2))
+    pair = apart(theirs)
+    trained(ours, [optimizer_of(ours, settings(optimizer=name, learning_rate=1e-2))], 3, 0)
+    trained(theirs, pair, 3, 0)
+    assert_equal_weights(ours, theirs)
 
 
 def test_what_the_optimizer_keeps(tiny_qwen3: Any, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable
@@ -14,18 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
-from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
 from radixtrain.training.answers.predictions import PredictionWriter
-from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import float64_arithmetic
-from tests.support import FULL
+from tests.support.runs import rows_in, write_rows
 
 INSTRUCTION = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two. " * 4
 THINGS = ["apple", "pear", "hammer", "saw", "apple", "card", "file"]  # one of them twice
 QUESTIONS = [f"{INSTRUCTION}Where is the {thing}?" for thing in THINGS]
 WORDS = [" one", " two"]
-FLOAT32_EPS = torch.finfo(torch.float32).eps
 FLOAT64 = {"model__dtype": "float64", "trainer__precision": "64-true"}
 
 Predict = Callable[..., list[dict[str, Any]]]
@@ -41,15 +37,13 @@ def predict(arguments: Any, tmp_path: Path) -> Predict:
     """Runs `predict` on rows, two micro-batches a step and two steps, and returns the lines that it wrote."""
 
     def run(rows: list[dict[str, Any]], **flags: Any) -> list[dict[str, Any]]:
-        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        file = write_rows(tmp_path / "rows.jsonl", rows)
         settings = {"data__train_file": None, "data__min_shared_tokens": 1}
-        given = {"data__predict_file": tmp_path / "rows.jsonl", **settings, **flags}
+        given = {"data__predict_file": file, **settings, **flags}
         assert main(arguments("predict", **given)) == 0
-        lines = (tmp_path / "out" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines]
-        assert [record.pop("row") for record in records] == [
-            f"{tmp_path / 'rows.jsonl'}:{number}" for number in range(1, len(rows) + 1)
-        ]
+        records = rows_in(tmp_path / "out" / "predictions.jsonl")
+        places = [f"{file}:{number}" for number in range(1, len(rows) + 1)]
+        assert [record.pop("row") for record in records] == places
         return records
 
     return run
@@ -76,27 +70,6 @@ class Loop:
         return {"tokens": completion, "logprobs": found}
 
 
-def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]], bar: float = 1e-12) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert one.keys() == other.keys()
-        for name in one:
-            assert one[name] == pytest.approx(other[name], rel=bar, abs=bar), name
-
-
-@float64_arithmetic()
-@pytest.mark.parametrize("dedup", [True, pytest.param(False, marks=FULL)])
-def test_a_completion_after_a_long_instruction(predict: Predict, shop: Path, dedup: bool) -> None:
-    loop = Loop(shop / "model")
-    answers = [" Shelf one.", " Shelf two.", " two", " Shelf two.", " Shelf one.", " three", " Shelf two."]
-    rows = [{"prompt": q, "completion": a} for q, a in zip(QUESTIONS, answers, strict=True)]
-    end = [loop.tokenizer.eos_token_id]
-    expected = [loop.completion(loop.ids(row["prompt"]), loop.ids(row["completion"]) + end) for row in rows]
-    found = predict(rows, dedup=dedup, **FLOAT64, data__max_tokens=256, data__max_length=256)
-    assert_equal(found, expected)
-    assert_equal(found[:1], found[4:5])
-
-
 @float64_arithmetic()
 def test_answers_to_questions(predict: Predict, shop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With and without an answer in the file; token for token those of `model.generate`, a prompt at a time."""
@@ -118,28 +91,6 @@ def test_answers_to_questions(predict: Predict, shop: Path, capsys: pytest.Captu
     assert line.startswith("r  ") and "tokens of prompts per computed token" in line and "answers/s" in line
 
 
-def test_adapters(shop: Path) -> None:
-    """LoRA with weights that matter, on unique tokens and on padded rows, against calls of the adapted model."""
-    pytest.importorskip("peft", reason="pip install peft")
-    features = [{"input_ids": [7, 8, 9, 10, last], "labels": [-100] * 4 + [last]} for last in (11, 12, 11)]
-    for dedup in (True, False):
-        torch.manual_seed(0)
-        module = RadixModule(str(shop / "model"), dtype="float64", use_peft=True, lora_r=2, dedup=dedup)
-        module.configure_model()
-        module.eval()
-        rows = [torch.tensor([each["input_ids"]]) for each in features]
-        plain = module.model(rows[0]).logits
-        with torch.no_grad():
-            for name, parameter in module.model.named_parameters():
-                parameter.add_(0.1 if "lora_B" in name else 0)
-        records = module.predict_step(StepCollator(dedup=dedup, merge_labels=False)(features), 0)
-        outputs = [module.model(row).logits for row in rows]
-        assert not torch.allclose(outputs[0], plain)
-        for record, logits, row in zip(records, outputs, rows, strict=True):
-            token = row[0, -1].item()
-            assert record["logprobs"] == pytest.approx([logits[0, 3].log_softmax(-1)[token].item()], rel=1e-12)
-
-
 def test_the_closing_lines(
     predict: Predict, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -153,21 +104,11 @@ def test_the_closing_lines(
     assert "73,984 parameters" in caplog.text and "trained" not in caplog.text
 
 
-def test_what_ends_the_run_before_it_writes(arguments: Any, tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(chat("Where?")), encoding="utf-8")
-    refusals: list[tuple[dict[str, Any], int, str]] = [
-        ({"model__generate": True, "evaluate_generation__max_new_tokens": 0}, 1, "max_new_tokens must be at least 1"),
-        (
-            {"model__generate": True, "evaluate_generation__generation_kwargs": "{output_attentions: true}"},
-            1,
-            "no weights for",
-        ),
-        ({}, 1, "rows.jsonl:1: expected at least one assistant turn"),
-    ]
-    for flags, code, message in refusals:
-        assert main(arguments("predict", data__predict_file=tmp_path / "rows.jsonl", **flags)) == code
-        assert message in capsys.readouterr().err
-        assert not (tmp_path / "out" / "predictions.jsonl").exists() and not [*tmp_path.glob("out/.*partial")]
+def test_an_option_that_is_refused_leaves_no_file(arguments: Any, shop: Path, tmp_path: Path, capsys: Any) -> None:
+    flags = {"model__generate": True, "evaluate_generation__generation_kwargs": "{output_attentions: true}"}
+    assert main(arguments("predict", data__predict_file=shop / "validation.jsonl", **flags)) == 1
+    assert "output_attentions=True is not supported" in capsys.readouterr().err
+    assert not [*tmp_path.glob("out/*predictions*")]
 
 
 def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:

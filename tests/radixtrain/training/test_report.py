@@ -1,6 +1,5 @@
 """`radixtrain report`: the command on a folder that holds a configuration and a tokenizer, and no weights."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.explain.report import rounded
 from radixtrain.training.start.run_overview import data_entries, sharing_entry
-from tests.support.runs import logged, names, summary
+from tests.support.runs import logged, names, rows_in, summary, write_rows
 
 Arguments = Callable[..., list[str]]
 
@@ -48,14 +47,6 @@ def test_the_command(
     assert str(page) in text and ("x as fast</h1>" in page.read_text(encoding="utf-8")) is is_certain
     assert ("so this is uncertain" in text) is not is_certain
     assert names(page.parent) == ["report.html"]
-
-
-def test_nothing_is_predicted_if_no_time_is_given(
-    arguments: Arguments, without_weights: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments("report", model__model_name_or_path=without_weights, max_seconds=0)) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "was not predicted" in text and "max_seconds is 0" in text
 
 
 # ChatML that keeps what earlier turns were.
@@ -113,7 +104,7 @@ def test_chats_are_compared_with_whole_chats_too(
     """
     rows = [log[-1] for log in logs]
     file, template = tmp_path / "chats.jsonl", tmp_path / "keeping.jinja"
-    file.write_text("".join(f"{json.dumps(row)}\n" for log in logs for row in log))
+    write_rows(file, (row for log in logs for row in log))
     template.write_text(KEEPING)
     data = {"batch_size": len(rows), "max_tokens": 10**6, "max_length": 10**5, "min_shared_tokens": 1}
     data |= {"chat_template_path": str(template)} if keeps else {}
@@ -156,13 +147,12 @@ def test_what_is_not_read_and_what_is_there_twice_is_said(
     arguments: Arguments, shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A column and turns after the last answer, also by fit; copies, and chats without a system turn."""
-    rows = [json.loads(line) for line in (shop / "train.jsonl").read_text("utf-8").splitlines()[:8]]
+    rows = rows_in(shop / "train.jsonl")[:8]
     for row in rows[:4]:
         row["messages"] = [*row["messages"], {"role": "user", "content": "bye"}]
     for row in rows[4:]:
         row["messages"] = row["messages"][1:]
-    file = tmp_path / "chats.jsonl"
-    file.write_text("".join(f"{json.dumps({**row, 'id': 7})}\n" for row in rows * 2), encoding="utf-8")
+    file = write_rows(tmp_path / "chats.jsonl", ({**row, "id": 7} for row in rows * 2))
     settings = {"batch_size": 16, "max_tokens": 10**5, "min_shared_tokens": 1}
     of_fit = SFTData(str(file), **settings, model_name_or_path=str(shop / "model"))
     of_fit.setup("fit")
@@ -178,6 +168,7 @@ def test_what_is_not_read_and_what_is_there_twice_is_said(
     assert main(arguments("report", **flags, max_seconds=0, data__train_file=file)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert f"not read {unread}" in text and f"copies {copies}" in text
+    assert "was not predicted" in text and "max_seconds is 0" in text
     assert "--data.system_prompt=TEXT: 8 of the chats begin with no system turn" in text
 
 
@@ -185,8 +176,7 @@ def test_a_run_has_one_baseline(
     arguments: Arguments, shop: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of chats that are split: step lines, metrics, summary, last lines and card say the same r, and its speed."""
-    file, out = tmp_path / "chats.jsonl", tmp_path / "out"
-    file.write_text("".join(f"{json.dumps(thinking_chat(number))}\n" for number in range(4)))
+    file, out = write_rows(tmp_path / "chats.jsonl", map(thinking_chat, range(4))), tmp_path / "out"
     short = {"trainer__max_steps": 1, "trainer__enable_progress_bar": True, "data__validation_file": None}
     assert main(arguments("fit", data__train_file=file, **short, output_dir=out)) == 0
     said, card, record = capfd.readouterr(), (out / "model" / "README.md").read_text("utf-8"), summary(out)
@@ -204,17 +194,3 @@ def test_a_run_has_one_baseline(
     sentence += f"{rows:.2f} against the same rows"
     assert sentence in card and sentence in " ".join(said.out.split())
     assert f"  r {r:.1f}  tokens/s {speed:,.0f}  " in said.err and f"{speed:,.0f} effective" in said.out
-
-
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        ({"max_seconds": -1}, "max_seconds must be at least 0"),
-        ({"data__train_file": None}, "data.train_file is missing"),
-        ({"model__model_name_or_path": "no/such/folder"}, "no tokenizer in no/such/folder"),
-    ],
-)
-def test_mistakes(arguments: Arguments, capsys: pytest.CaptureFixture[str], flags: dict[str, Any], error: str) -> None:
-    assert main(arguments("report", **flags)) == 1
-    captured = capsys.readouterr().err
-    assert f"error: {error}" in captured and "Traceback" not in captured

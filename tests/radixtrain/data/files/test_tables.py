@@ -15,6 +15,7 @@ from radixtrain.data.files.sources import open_rows
 from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import UserError
 from tests.support.batches import byte_tokenizer
+from tests.support.runs import write_rows
 
 datasets = pytest.importorskip("datasets", reason="saved data sets: pip install datasets")
 
@@ -90,7 +91,7 @@ def test_nulls_that_a_table_fills_in_are_not_learned(tmp_path: Path) -> None:
     table = pa.Table.from_pylist([json.loads(json.dumps(row)) for row in rows])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert None in table.to_pylist()[0]["messages"][1]["tool_calls"][0]["function"]["arguments"].values()
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "a.jsonl", rows)
     assert [row.read().fields for row in read_table(str(tmp_path / "a.parquet"))] == rows
     encoder = ChatEncoder(byte_tokenizer((FOLDER / "qwen3.jinja").read_text("utf-8")))
     found, reports = [], (EncodeReport(), EncodeReport())

@@ -1,9 +1,10 @@
-"""Rows are tokenised once: which changes tokenise again, what an interrupted run leaves, and what is said."""
+"""Rows are tokenised once, by some processes: which changes tokenise again, what an interrupted run leaves."""
 
-import json
 import logging
+import multiprocessing
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from datetime import date
@@ -13,11 +14,15 @@ from typing import Any
 import pytest
 
 from radixtrain.data import cache
-from radixtrain.data.cache import Tokenized
+from radixtrain.data.cache import Tokenized, encode_blocks
+from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.files.sources import UnreadRow
 from radixtrain.data.tokens.store import ABOUT, SAMPLES
 from radixtrain.errors import DataError, UserError
 from tests.support import cases
 from tests.support.batches import CHATML, MARKED
+from tests.support.processes import wait_for_end
+from tests.support.runs import write_rows
 
 Tokenize = Callable[..., Tokenized]
 
@@ -27,14 +32,9 @@ def chat(question: str, answer: str, **columns: Any) -> dict[str, Any]:
     return {"messages": messages, **columns}
 
 
-def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
-    return write(tmp_path / "chats.jsonl", [chat(f"question {n}", f"answer {n}") for n in range(20)])
+    return write_rows(tmp_path / "chats.jsonl", [chat(f"question {n}", f"answer {n}") for n in range(20)])
 
 
 def entries(folder: Path) -> list[str]:
@@ -82,7 +82,7 @@ def tomorrow(path: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def another_row(path: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    write(path, [chat("another", "one")])
+    write_rows(path, [chat("another", "one")])
     return {}
 
 
@@ -145,7 +145,7 @@ def test_another_name_is_another_entry(chats: Path, tokenize: Tokenize, tmp_path
 @pytest.mark.parametrize("num_proc", cases([1, 3], [3]))
 def test_processes_give_what_one_gives(num_proc: int, tmp_path: Path, tokenize: Tokenize) -> None:
     rows = [chat(f"question {n}" * (n % 7 + 1), f"answer {n}") for n in range(900)]
-    path = write(tmp_path / "many.jsonl", rows)
+    path = write_rows(tmp_path / "many.jsonl", rows)
     found = tokenize(path, dataset_num_proc=num_proc)
     assert [samples[0].where for samples in found.store] == [f"{path}:{n}" for n in range(1, 901)]
     assert len(found.store[899]) == 1 and bytes(found.store[899][0].input_ids[-11:-1].tolist()) == b"answer 899"
@@ -156,7 +156,7 @@ def test_the_first_bad_row_of_the_file_is_the_error(num_proc: int, tmp_path: Pat
     rows: list[Any] = [chat(f"question {n}", "yes") for n in range(700)]
     rows[650] = "not JSON"
     rows[401] = {"nothing": 1}
-    path = write(tmp_path / "bad.jsonl", rows)
+    path = write_rows(tmp_path / "bad.jsonl", rows)
     with pytest.raises(DataError, match=rf"^{path}:402: no format has the columns nothing"):
         tokenize(path, dataset_num_proc=num_proc)
     assert entries(tmp_path / "cache") == []
@@ -167,7 +167,7 @@ def test_skipped_rows_are_counted_and_the_first_few_named(
     num_proc: int, tmp_path: Path, tokenize: Tokenize, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows: list[Any] = [chat("a", "b"), "not JSON", {"nothing": 1}] * 300
-    path = write(tmp_path / "bad.jsonl", rows)
+    path = write_rows(tmp_path / "bad.jsonl", rows)
     for _ in range(2):  # from the cache too
         caplog.clear()
         with caplog.at_level(logging.INFO):
@@ -179,14 +179,14 @@ def test_skipped_rows_are_counted_and_the_first_few_named(
 
 
 def test_a_file_without_a_usable_row(tmp_path: Path, tokenize: Tokenize) -> None:
-    path = write(tmp_path / "bad.jsonl", [{"nothing": 1}] * 3)
+    path = write_rows(tmp_path / "bad.jsonl", [{"nothing": 1}] * 3)
     said = "none of its 3 rows can be used; 3 rows, 0 samples, 3 bad rows skipped; the first: "
     with pytest.raises(UserError, match=f"^{path}: {said}{path}:1: "):
         tokenize(path, on_bad_row="skip")
 
 
 def test_long_rows_are_counted(tmp_path: Path, tokenize: Tokenize) -> None:
-    path = write(tmp_path / "long.jsonl", [chat("a" * size, "b") for size in (1, 200, 3, 900, 300)])
+    path = write_rows(tmp_path / "long.jsonl", [chat("a" * size, "b") for size in (1, 200, 3, 900, 300)])
     with pytest.raises(DataError, match=rf"^{path}:2: \d+ tokens exceed max_length 100; raise max_length or"):
         tokenize(path, max_length=100)
     report = tokenize(path, max_length=100, excess_length_strategy="drop").report
@@ -233,7 +233,7 @@ def test_a_file_that_changes_while_it_is_read(
     chats: Path, tokenize: Tokenize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = cache.open_rows
-    monkeypatch.setattr(cache, "open_rows", lambda source: write(chats, [chat("other", "rows")]) and read(source))
+    monkeypatch.setattr(cache, "open_rows", lambda source: write_rows(chats, [chat("other", "rows")]) and read(source))
     with pytest.raises(UserError, match=r"chats\.jsonl: changed while it was read"):
         tokenize(chats)
     assert entries(tmp_path / "cache") == []
@@ -270,3 +270,54 @@ def test_an_entry_of_another_user(
     monkeypatch.setattr(cache, "check_file", refuse)
     with pytest.raises(UserError, match=rf"the tokens in .*/{name} cannot be read: .*Permission denied"):
         tokenize(chats)
+
+
+LINE = b'{"prompt": "one", "completion": "two"}'
+
+
+def lines(count: int, line: bytes = LINE) -> list[UnreadRow]:
+    return [UnreadRow(line, f"a.jsonl:{number}") for number in range(1, count + 1)]
+
+
+def test_blocks_are_bounded_by_rows_and_by_bytes(encoder: Callable[..., ChatEncoder]) -> None:
+    by_rows = list(encode_blocks(encoder(), lines(600), 1, skip_bad_rows=False))
+    assert [report.num_rows for _, report in by_rows] == [256, 256, 88]
+    long = b'{"text": "' + b"x" * 400_000 + b'"}'
+    by_bytes = list(encode_blocks(encoder(), lines(5, long), 1, skip_bad_rows=False))
+    assert [report.num_rows for _, report in by_bytes] == [3, 2]
+
+
+def test_few_blocks_wait_in_memory(encoder: Callable[..., ChatEncoder]) -> None:
+    """The file is read no further than the processes need."""
+    taken = 0
+
+    def counted() -> Any:
+        nonlocal taken
+        for row in lines(cache.ROWS_PER_BLOCK * 40):
+            taken += 1
+            yield row
+
+    blocks = encode_blocks(encoder(), counted(), 2, skip_bad_rows=False)
+    next(blocks)
+    assert taken <= cache.ROWS_PER_BLOCK * (2 * cache.BLOCKS_AHEAD + 2)
+    blocks.close()
+
+
+def test_a_killed_process_is_named(encoder: Callable[..., ChatEncoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_encode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(UserError, match=r"one of 2 tokenising processes was killed.*data\.dataset_num_proc"):
+        list(encode_blocks(encoder(), lines(10), 2, skip_bad_rows=False))
+
+
+def test_processes_of_a_killed_run_end(encoder: Callable[..., ChatEncoder]) -> None:
+    made = encoder()
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        blocks = encode_blocks(made, lines(10), 2, skip_bad_rows=False)
+        next(blocks)
+        os.write(write, b" ".join(str(child.pid).encode() for child in multiprocessing.active_children()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(parent, 0)
+    for pid in map(int, os.read(read, 100).split()):
+        assert wait_for_end(pid)

@@ -26,6 +26,7 @@ from radixtrain.data.tokens.tokenization import (
 )
 from radixtrain.errors import DataError, UserError
 from tests.support import TRIES
+from tests.support.runs import write_rows
 
 ROOT = Path(__file__).resolve().parents[4]
 TEXT = "The quick brown fox, 12 of them.\n\nIt's hé's ça!  Twice   blank\tand tab\n<think>\nno\n</think>"
@@ -169,11 +170,11 @@ def test_a_panic_names_its_row(model: Path, tmp_path: Path, num_proc: int) -> No
     """In this process and in one of its own, whose errors are pickled."""
     change(model, pre_tokenizer=split(ENDLESS))
     rows = [{"prompt": "b", "completion": "b"}, {"prompt": "b", "completion": "a" * 3000}]
-    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = SFTData(str(tmp_path / "train.jsonl"), model_name_or_path=str(model), dataset_num_proc=num_proc)
+    file = write_rows(tmp_path / "train.jsonl", rows)
+    data = SFTData(str(file), model_name_or_path=str(model), dataset_num_proc=num_proc)
     with pytest.raises(DataError) as caught:
         data.setup("fit")
-    assert caught.value.where == f"{tmp_path / 'train.jsonl'}:2"
+    assert caught.value.where == f"{file}:2"
     assert f"the tokenizer of {model} (tokenizer.json) failed: " in caught.value.reason
 
 

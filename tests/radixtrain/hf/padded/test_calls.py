@@ -311,6 +311,8 @@ class TestState:
                 for model in (untouched, shared)
             ]
         torch.testing.assert_close(*logits, rtol=1e-12, atol=1e-12)
+        report = str(sharing_report(shared.base_model.model))
+        assert "`adapter_names` should be the same as the number of inputs" in report
 
 
 class TestShared:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.calls import PaddedRows
-from radixtrain.hf.padded.places import PLACES_AT_A_TIME, check_gradient_at
+from radixtrain.hf.padded.places import PLACES_AT_A_TIME, PaddedRows, check_gradient_at
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 
@@ -20,7 +19,7 @@ def read(ids: Any, mask: Any = None, positions: Any = None) -> PaddedRows:
 
 
 def plan_of(rows: PaddedRows) -> PrefixPlan:
-    return build_prefix_plan(rows.input_ids[rows.kept], rows.cu_seqlens, rows.kept_positions)
+    return build_prefix_plan(rows.input_ids[rows.attended], rows.cu_seqlens, rows.attended_positions)
 
 
 class TestLiteral:
@@ -30,7 +29,7 @@ class TestLiteral:
         """The table of its docstring."""
         rows = read(self.IDS, self.MASK)
         plan = plan_of(rows)
-        assert rows.input_ids[rows.kept][plan.gather_indices].tolist() == [7, 8, 5, 9]
+        assert rows.input_ids[rows.attended][plan.gather_indices].tolist() == [7, 8, 5, 9]
         assert rows.places(plan.inverse_indices, plan.num_rows).rows.tolist() == [[0, 1, 3, 4], [4, 0, 1, 2]]
         assert rows.cu_seqlens.tolist() == [0, 3, 6]
         assert (rows.is_left_padded, rows.has_holes, rows.is_packed, rows.max_position) == (True, False, False, 3)
@@ -43,7 +42,7 @@ def test_ids_that_are_equal_only_in_their_lower_32_bits():
 def test_with_a_mask_a_jump_of_positions_starts_no_sequence():
     """Hugging Face looks for packed sequences only without a mask."""
     rows = read([[7, 8, 9]], [[1, 1, 1]], [[0, 1, 0]])
-    assert not rows.is_packed and rows.cu_seqlens.tolist() == [0, 3] and rows.kept_positions.tolist() == [0, 1, 0]
+    assert not rows.is_packed and rows.cu_seqlens.tolist() == [0, 3] and rows.attended_positions.tolist() == [0, 1, 0]
 
 
 HIDES = r"the loss reads {} places that attention_mask hides.*set the labels of padding to -100.*first token of a row"

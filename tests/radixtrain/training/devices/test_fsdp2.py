@@ -1,7 +1,7 @@
 """Under `fsdp2` each rank holds a part, and errors reach all. That its steps are right: `tests/claims/devices`."""
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from tempfile import mkdtemp
@@ -11,22 +11,17 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import nn
 
 from radixtrain.checkpoints.folder import read_checkpoint
-from radixtrain.checkpoints.tensors import part_of, whole
-from radixtrain.collators.radix import RadixCollator
+from radixtrain.checkpoints.tensors import part_of
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
 from radixtrain.errors import EndedElsewhere, UserError
-from radixtrain.hf.backbone import backbone_of
-from radixtrain.hf.head import has_plain_head
-from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.hf.share import share_prefixes
 from radixtrain.settings.sections import TrainerSettings
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
 from radixtrain.training.devices.fabric import Sharded
-from radixtrain.training.devices.fsdp2 import check_shardable, shard
+from radixtrain.training.devices.fsdp2 import check_shardable
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite, nonfinite_weight
 from radixtrain.training.fault_tolerance.run_state import load_weights
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
@@ -145,67 +140,6 @@ def test_what_one_rank_holds_is_seen_by_all(fit: Callable[..., Loop], shop: Path
     assert on_ranks(2, spoil) == [(names, None, False)] * 2
 
 
-CPU = torch.device("cpu")
-
-
-class Module(nn.Module):
-    """As a `RadixModule` uses its model."""
-
-    def __init__(self, model: Any):
-        super().__init__()
-        self.model = share_prefixes(model.double().train(), attention="reference")
-        self.plain_head = has_plain_head(model)
-
-    def loss_sum(self, batch: dict[str, Any]) -> Tensor:
-        return forward_rows(self.model, batch, self.plain_head).loss_sum()
-
-
-def micro_batches(count: int) -> list[dict[str, Any]]:
-    """Two rows each, that share some tokens."""
-    draw, collate = torch.Generator().manual_seed(0), RadixCollator(merge_labels=True)
-    rows = torch.randint(2, 50, (count, 2, 10), generator=draw)
-    rows[:, 1, :6] = rows[:, 0, :6]
-    return [collate([{"input_ids": row, "labels": row} for row in pair]) for pair in rows.tolist()]
-
-
-def gradients(module: nn.Module, batches: Sequence[dict[str, Any]], factor: float = 1.0) -> dict[str, Tensor]:
-    """By name, whole on every rank, of the sum of the losses times the factor. None are left out."""
-    for batch in batches:
-        (module.loss_sum(batch) * factor).backward()
-    return {name: whole(each.grad) for name, each in module.named_parameters() if each.requires_grad}
-
-
-@pytest.mark.usefixtures("hooks_that_may_stay")
-@FULL
-@pytest.mark.parametrize("dtype", ["float32 under autocast", "bfloat16"])
-def test_16_bits(dtype: str, tiny_qwen3: Callable[..., Any]) -> None:
-    """Under autocast each micro-batch computes the same bits. Weights of 16 bits are gathered so, and reduced in 32."""
-    module = Module(tiny_qwen3())
-    module.to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
-    shares = micro_batches(2)
-
-    def work(rank: int) -> tuple[dict[str, Tensor], bool]:
-        shard(module, module.model, CPU, 2, ["loss_sum"])
-        cached = []
-        backbone_of(module.model).register_forward_pre_hook(lambda *_: cached.append(torch.is_autocast_cache_enabled()))
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype != "bfloat16"):
-            found = gradients(module, shares[rank : rank + 1], 2)
-            return found, cached != [False] or not torch.is_autocast_cache_enabled()
-
-    (found, is_cached), _ = on_ranks(2, work)
-
-    def alone(rank: int) -> dict[str, Tensor]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype != "bfloat16"):
-            return gradients(module, shares)
-
-    (expected,) = on_ranks(1, alone)  # so on one thread, too
-    for name, there in expected.items():
-        assert found[name].dtype == there.dtype
-        one_rounding = torch.finfo(there.dtype).eps * there.abs().max()  # of the sum
-        assert (found[name] - there).abs().max() <= one_rounding, name
-    assert not is_cached
-
-
 def shared_layers(model: Any) -> None:
     model.model.layers[1].mlp = model.model.layers[0].mlp
 
@@ -232,14 +166,3 @@ def test_refused(tiny_qwen3: Callable[..., Any], change: Callable[[Any], None], 
     change(model)
     with pytest.raises(UserError, match=error):
         check_shardable(model)
-
-
-def test_two_dtypes_are_refused(tiny_qwen3: Callable[..., Any]) -> None:
-    module = Module(tiny_qwen3())
-    module.model.model.norm.to(torch.bfloat16)
-
-    def work(rank: int) -> None:
-        with pytest.raises(UserError, match="trains weights of bfloat16 and float64"):
-            shard(module, module.model, CPU, 1, ["loss_sum"])
-
-    on_ranks(1, work)

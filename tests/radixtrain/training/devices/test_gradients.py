@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from radixtrain.checkpoints.tensors import is_sharded, whole
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.distributed import add_gradient, ranks
+from radixtrain.errors import UserError
+from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.share import share_prefixes
 from radixtrain.training.devices.fsdp2 import METHODS, shard
 from radixtrain.training.module import RadixModule
@@ -200,6 +202,40 @@ def test_the_step_of_one_process(case: Case) -> None:
         assert_near(found["gradients"], expected["gradients"])
         for figure in ("loss", "grad_norm"):
             assert found[figure] == answers[0][0][figure] == pytest.approx(expected[figure], rel=EXACT)
+
+
+@FULL
+@pytest.mark.usefixtures("hooks_that_may_stay")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_16_bits(dtype: torch.dtype) -> None:
+    """Under autocast each micro-batch computes the same bits. Weights of 16 bits are gathered so, and reduced in 32."""
+    model, cut, cached = tiny_qwen3().to(dtype).train(), StepCollator(max_tokens=14), list[bool]()
+    module = Watched.around(share_prefixes(model, attention="reference"))
+
+    def work(rank: int) -> tuple[dict[str, Tensor], list[bool]]:
+        backbone_of(model).register_forward_pre_hook(lambda *_: cached.append(torch.is_autocast_cache_enabled()))
+        step = replace(cut, rank=rank, num_ranks=ranks().size)(features(2))
+        assert len(step.micro_batches) == 2 // ranks().size
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            return found_in(module, step, "fsdp2" if ranks().size > 1 else "ddp")["gradients"], cached
+
+    ((expected, _),) = on_ranks(1, work)  # so on one thread, too
+    (found, was_cached), _ = on_ranks(2, work)
+    assert set(was_cached) == {False}
+    for name, there in expected.items():
+        one_rounding = torch.finfo(there.dtype).eps * there.abs().max()  # of the sum
+        assert found[name].dtype == there.dtype and (found[name] - there).abs().max() <= one_rounding, name
+
+
+def test_two_dtypes_are_refused() -> None:
+    model = share_prefixes(tiny_qwen3())
+    model.model.norm.to(torch.bfloat16)
+
+    def work(rank: int) -> None:
+        with pytest.raises(UserError, match="trains weights of bfloat16 and float32"):
+            found_in(Watched.around(model), StepCollator()(features(2)), "fsdp2")
+
+    on_ranks(1, work)
 
 
 class Experts(nn.Module):

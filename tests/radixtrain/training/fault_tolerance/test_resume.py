@@ -1,9 +1,8 @@
 """What a run that goes on takes from its checkpoint: settings are applied, or refused by name; nothing is ignored."""
 
-import csv
 import json
 import shutil
-from datetime import date, timedelta
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from radixtrain.checkpoints.folder import read_checkpoint, read_run
 from radixtrain.training.fault_tolerance import run_state
 from radixtrain.training.loop import Loop
 from tests.support import FULL, cases
-from tests.support.runs import EXACT, assert_same_run
+from tests.support.runs import EXACT, assert_same_run, contents, metrics
 
-WHOLE = 10  # steps: 20 rows, 4 at a time, 2 epochs
 pytestmark = FULL
 
 
@@ -49,11 +47,7 @@ def refused(arguments: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def column(folder: Path, name: str = "loss") -> dict[int, float]:
     """Per step, over all parts of the run."""
-    found: dict[int, float] = {}
-    for path in sorted((folder / "logs").glob("version_*/metrics.csv"), key=lambda path: path.stat().st_mtime_ns):
-        with path.open() as file:
-            found |= {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row.get(name)}
-    return found
+    return {step: value for (_, step), value in metrics(folder, name).items()}
 
 
 def at(folder: Path, step: int) -> Path:
@@ -85,15 +79,18 @@ def end_time_after(monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
     monkeypatch.setattr(Loop, "_look_at_the_clock", looking)
 
 
-def test_a_run_that_max_time_has_stopped_goes_on(ran, arguments, tmp_path, monkeypatch, capsys):
-    """Each start has the whole time again."""
-    whole = ran("whole", **EXACT)
+def test_a_run_that_max_time_has_stopped_goes_on(ran, monkeypatch, capsys):
+    """Each start has the whole time again. One without a step names the checkpoint from which it went on."""
+    whole, time = ran("whole", **EXACT), {"trainer__max_time": "00:01:00:00"}
     end_time_after(monkeypatch, 5)
-    short = ran("short", trainer__max_time="00:01:00:00", **EXACT)
-    assert 0 < len(column(short)) < WHOLE
-    assert "max_time" in capsys.readouterr().out
+    short = ran("short", **time, **EXACT)
     monkeypatch.undo()
-    ran("short", ckpt_path="last", trainer__max_time="00:01:00:00", **EXACT)
+    said = "stopped by trainer.max_time at step 5 of 10; resume with --ckpt_path last"
+    assert len(column(short)) == 5 and said in capsys.readouterr().out
+    ran("short", ckpt_path="last", trainer__max_time="00:00:00:00", **EXACT)
+    printed = capsys.readouterr().out
+    assert said in printed and str(at(short, 5)) in printed
+    ran("short", ckpt_path="last", **time, **EXACT)
     assert_same_run(short, whole)
 
 
@@ -105,24 +102,17 @@ def template(shop: Path, tmp_path: Path) -> Path:
     return tmp_path / "dated.jinja"
 
 
-def test_a_template_sees_the_day_on_which_its_run_began(ran, refused, template, monkeypatch):
+def test_a_template_sees_the_day_on_which_its_run_began(ran, refused, arguments, template, shop, tmp_path, monkeypatch):
+    """When the run goes on, and when its checkpoint and the folder of its model are evaluated."""
     flags = {"data__chat_template_path": template}
-    folder = ran("dated", trainer__max_steps=2, **flags)
-    began = read_run(at(folder, 2))["data"]["template_date"]
-    assert began == date.today().isoformat()
-    monkeypatch.setattr(run_state, "date", type("Tomorrow", (), {"today": lambda: date.today() + timedelta(days=1)}))
-    ran("dated", trainer__max_steps=4, ckpt_path="last", **flags)
-    assert at(folder, 4).exists()
-    told = refused(trainer__max_steps=6, ckpt_path=at(folder, 4), data__template_date="2020-02-29", **flags)
+    monkeypatch.setattr(run_state, "date", type("Then", (), {"today": lambda: date(2020, 2, 29)}))
+    folder = ran("then", trainer__max_steps=2, **flags)
+    monkeypatch.undo()
+    ran("then", trainer__max_steps=4, ckpt_path="last", **flags)
+    assert {read_run(at(folder, step))["data"]["template_date"] for step in (2, 4)} == {"2020-02-29"}
+    told = refused(trainer__max_steps=6, ckpt_path=at(folder, 4), data__template_date="2020-03-01", **flags)
     assert "belongs to other steps or rows: digest was " in told
     assert "must be a date such as 2026-11-27; got '2020-02-30'" in refused(data__template_date="2020-02-30", **flags)
-
-
-def test_what_evaluates_a_run_sees_its_day_too(ran, arguments, template, shop, tmp_path, monkeypatch):
-    """From a checkpoint and from the folder of the model, on another day."""
-    monkeypatch.setattr(run_state, "date", type("Then", (), {"today": lambda: date(2020, 2, 29)}))
-    folder = ran("then", trainer__max_steps=2, data__chat_template_path=template)
-    monkeypatch.undo()
 
     def predicted(**flags: Any) -> str:
         given = {"data__predict_file": shop / "train.jsonl", "output_dir": tmp_path / "predicted", **flags}
@@ -131,8 +121,7 @@ def test_what_evaluates_a_run_sees_its_day_too(ran, arguments, template, shop, t
 
     model = {"model__model_name_or_path": folder / "model"}
     then, today = (predicted(data__template_date=day, **model) for day in ("2020-02-29", date.today().isoformat()))
-    assert predicted(**model) == then != today
-    assert predicted(ckpt_path=at(folder, 2), data__chat_template_path=template) == then
+    assert predicted(**model) == predicted(ckpt_path=at(folder, 4), **flags) == then != today
 
 
 @pytest.mark.parametrize("due", [False, True])
@@ -145,16 +134,6 @@ def test_max_time_adds_no_validation(ran, monkeypatch, due):
     losses, validations = column(run), column(run, "eval_loss")
     assert max(losses) == 4
     assert set(validations) == ({4} if due else {3})
-
-
-def test_a_start_without_a_step_names_the_checkpoint_that_it_went_on_from(ran, capsys):
-    """It has written none, and none is lost."""
-    folder = ran("short", trainer__max_steps=3, **EXACT)
-    capsys.readouterr()
-    ran("short", ckpt_path="last", trainer__max_time="00:00:00:00", **EXACT)
-    said = capsys.readouterr().out
-    assert "stopped by trainer.max_time at step 3 of 10; resume with --ckpt_path last" in said
-    assert str(at(folder, 3)) in said
 
 
 def test_new_hyperparameters_are_applied(ran, monkeypatch):
@@ -188,10 +167,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"data__batch_size": 5}, "data.batch_size was 4 and is 5, which would change the steps"),
     ({"data__val_size": 4}, "data.val_size was 0.0 and is 4"),
     ({"seed_everything": 7}, "seed_everything was 42 and is 7"),
-    (
-        {"data__assistant_only_loss": "false"},
-        "not those of the run: data.assistant_only_loss was true and is false; give",
-    ),
+    ({"data__assistant_only_loss": "false"}, "ckpt_path: the checkpoint belongs to other steps or rows: digest was"),
 ]
 
 
@@ -200,13 +176,13 @@ def test_what_would_be_another_run_is_refused(ran, refused, tmp_path):
     pytest.importorskip("peft", reason="pip install peft")
     flags = {"model__use_peft": "true", "model__lora_r": 4}
     run = ran("old", trainer__max_steps=3, **flags)
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = contents(run)
     for changed, told in WRONG:
         assert told in refused(ckpt_path=run, **{**flags, **changed})
         if "data__assistant_only_loss" not in changed:
             missing = {"data__train_file": tmp_path / "missing.jsonl"}
             assert told in refused(ckpt_path="last", output_dir=run, **{**flags, **changed, **missing})
-        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, changed
+        assert contents(run) == before, changed
         assert [path for path in run.rglob("*") if path.is_dir() and not any(path.iterdir())] == []
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from matplotlib.image import imread
 
 from radixtrain.checkpoints.atomic import WRITTEN
@@ -21,40 +22,34 @@ def training(steps: range) -> str:
     return "".join(f",1e-05,{3 / (step + 1)},2.0,{step + 1},{1000 + step}\n" for step in steps)
 
 
-def test_rows_of_the_log_are_steps(tmp_path: Path) -> None:
-    curves = read_curves([part(tmp_path / "log", ",1e-05,4.0,2.0,1,100\n,2e-05,3.0,2.5,2,200\n2.5,,,,2,\n")])
-    assert curves["loss"] == {1: 4.0, 2: 3.0}
-    assert curves["eval_loss"] == {2: 2.5}
-    assert curves["learning_rate"] == {1: 1e-5, 2: 2e-5}
+LOSSES: dict[str, tuple[list[tuple[str, int]], dict[int, float], dict[int, float]]] = {
+    # lines of each part of a run and the step that it goes on from; losses and validations by step
+    "rows are steps": ([(",,4.0,,1,\n,,3.0,,2,\n2.5,,,,2,\n", 0)], {1: 4.0, 2: 3.0}, {2: 2.5}),
+    "steps after the checkpoint are those of the second part": (
+        [(",,4.0,,1,\n,,3.0,,2,\n,,9.0,,3,\n9.0,,,,3,\n", 0), (",,2.0,,3,\n,,1.0,,4,\n", 2)],
+        {1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0},
+        {},
+    ),
+    "the third part goes on from a step before the second": (
+        [(",,1.0,,1,\n,,1.0,,2,\n,,1.0,,3,\n", 0), (",,2.0,,3,\n,,2.0,,4,\n", 2), (",,3.0,,3,\n", 1)],
+        {1: 1.0, 3: 3.0},
+        {},
+    ),
+    "no points, and a line that was not written to its end": (
+        [(",,nan,,1,\n,,,,1,\n,,inf,,1,\n,,oops,,1,\n,,1.0,,,\n,,1.0,,1,", 0)],
+        {},
+        {},
+    ),
+}
 
 
-def test_a_resumed_run_is_one_curve(tmp_path: Path) -> None:
-    """Steps after the checkpoint that the second part goes on from are those of the second part."""
-    first = part(tmp_path / "version_0", ",,4.0,,1,\n,,3.0,,2,\n,,9.0,,3,\n,,9.0,,4,\n9.0,,,,4,\n")
-    second = part(tmp_path / "version_1", ",,2.0,,3,\n,,1.0,,4,\n", first_step=2)
-    curves = read_curves([first, second])
-    assert curves["loss"] == {1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0}
-    assert not curves["eval_loss"]
-
-
-def test_a_run_that_went_back_twice(tmp_path: Path) -> None:
-    """The third part goes on from a step before the one that the second went on from."""
-    parts = [
-        part(tmp_path / "0", ",,1.0,,1,\n,,1.0,,2,\n,,1.0,,3,\n"),
-        part(tmp_path / "1", ",,2.0,,3,\n,,2.0,,4,\n", first_step=2),
-        part(tmp_path / "2", ",,3.0,,3,\n", first_step=1),
-    ]
-    assert read_curves(parts)["loss"] == {1: 1.0, 3: 3.0}
-
-
-def test_what_is_no_point_is_left_out_and_a_folder_that_is_gone(tmp_path: Path) -> None:
-    """The last line was not written to its end."""
-    for number, lines in enumerate(
-        [",,nan,,1,\n", ",,,,1,\n", ",,inf,,1,\n", ",,oops,,1,\n", ",,1.0,,,\n", ",,1.0,,1,"]
-    ):
-        assert "loss" not in read_curves([part(tmp_path / str(number), lines)])
-    kept = part(tmp_path / "version_1", training(range(3, 5)), first_step=3)
-    assert min(read_curves([(tmp_path / "version_0", 0), kept])["loss"]) == 4
+@pytest.mark.parametrize("case", LOSSES)
+def test_which_points_are_drawn(case: str, tmp_path: Path) -> None:
+    """Also if the folder of a part is gone."""
+    parts, losses, validations = LOSSES[case]
+    given = [part(tmp_path / str(number), *each) for number, each in enumerate(parts)]
+    curves = read_curves([(tmp_path / "gone", 0), *given])
+    assert (curves.get("loss", {}), curves.get("eval_loss", {})) == (losses, validations)
 
 
 def test_the_picture(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import re
 import shutil
 
 import pytest
-import torch
 import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,7 +16,6 @@ from radixtrain.training.results.model_folder import (
     OF_PROCESSOR,
     SETTINGS,
     card_and_settings,
-    check_model_folder,
     save_hf_folder,
 )
 from tests.support import FULL
@@ -41,7 +39,7 @@ def test_a_previous_model_is_replaced_and_files_of_ones_own_are_never_lost(parts
     with pytest.raises(UserError, match=r"holds files that are not a model \(no README.md of radixtrain\)"):
         save_hf_folder(*parts, tmp_path / "downloaded", OURS)
     for folder, name in (
-        *(("model", name) for name in ("results.json", "notes.txt", "thesis.md", "run1.safetensors")),
+        *(("model", name) for name in ("results.json", "notes.txt", "thesis.md", "run1.safetensors", CARD)),
         ("precious", "thesis.tex"),
     ):
         path = tmp_path / folder / name
@@ -76,31 +74,6 @@ def test_fit_does_not_overwrite_its_own_base(arguments, shop, tmp_path, parts, c
     assert "holds another run (model/)" in capsys.readouterr().err
 
 
-def test_a_folder_that_no_run_wrote_is_not_renamed(arguments, tmp_path, parts, capsys):
-    parts[0].save_pretrained(tmp_path / "out" / "model")
-    assert main(arguments(overwrite=True)) == 1
-    assert "out/model holds files that are not a model (no README.md of radixtrain)" in capsys.readouterr().err
-    assert (tmp_path / "out" / "model" / "config.json").is_file() and not (tmp_path / "out.1").exists()
-
-
-def test_a_failure_while_it_is_written_leaves_the_old_model(parts, tmp_path):
-    """So does a kill: see the tests of `writing`."""
-
-    class Broken:
-        def save_pretrained(self, folder):
-            assert (folder / "model.safetensors").exists()
-            raise OSError("no space left")
-
-    model, tokenizer = parts
-    save_hf_folder(model, tokenizer, tmp_path / "model", OURS)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    torch.nn.init.zeros_(model.model.norm.weight)
-    with pytest.raises(OSError, match="no space left"):
-        save_hf_folder(model, Broken(), tmp_path / "model", OURS)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
 CONFIG = {
     "model": {"model_name_or_path": "Qwen/Qwen3-0.6B", "learning_rate": 1e-5, "use_peft": True, "lora_r": 8},
     "data": {"train_file": [{"path": "org/chats", "weight": 2}, "my folder/rows.jsonl"], "batch_size": 32},
@@ -125,15 +98,6 @@ def test_a_folder_of_this_machine_is_not_named():
     card = card_and_settings(config, {}, {})[CARD]
     assert "secret place" not in card and ModelCard(card).data.base_model is None
     assert "# base, fine-tuned on x.jsonl\n" in card
-
-
-def test_a_readme_of_ones_own_is_never_lost(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / CARD).write_text("my notes")
-    with pytest.raises(UserError, match=r"holds files that are not a model \(README\.md\)"):
-        check_model_folder(tmp_path)
-    (tmp_path / CARD).write_text(f"---\n---\n{MARK}\n")
-    check_model_folder(tmp_path)
 
 
 @FULL

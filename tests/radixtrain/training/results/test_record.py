@@ -3,7 +3,6 @@
 The files are written by runs of the real command line; what is decided is asked of a `Record`.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from radixtrain.training.module import RadixModule
 from radixtrain.training.results.record import Progress, Record, read_curves, status_of_run
 from radixtrain.verification.oracle import float64_arithmetic
 from tests.support import FULL
-from tests.support.runs import logged, summary
+from tests.support.runs import logged, rows_in, summary, write_rows
 
 Arguments = Callable[..., list[str]]
 ANSWER = "You name the hammer, the saw and the file: where is fruit?"  # to no question of the training
@@ -100,7 +99,6 @@ def test_a_run_of_no_steps_or_without_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (Stopped("stopped by SIGTERM after step 12", 143), "stopped by SIGTERM after step 12"),
         (UserError("one\ntwo"), "one"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
     ],
@@ -112,32 +110,39 @@ def test_a_run_that_an_error_ends(tmp_path: Path, monkeypatch: Any, error: BaseE
     assert record.ended == {"reason": type(error).__name__, "text": text, "complete": False}
 
 
-@pytest.mark.parametrize(
-    ("metric", "values", "best"),
-    [
-        ("eval_loss", [3.0, 2.0, 2.0, 2.5, 1.0], [1, 2, 5]),
-        ("eval_exact_match", [0.1, 0.3, 0.3, 0.2, 0.4], [1, 2, 5]),
-        ("eval_token_perplexity", [9.0, None, 8.0], [1, 3]),
-    ],
-)
-def test_a_checkpoint_of_each_best_validation(
-    tmp_path: Path, monkeypatch: Any, metric: str, values: list[float | None], best: list[int]
+VALIDATIONS: list[tuple[str | None, int | None, list[float | None], list[int], list[int]]] = [
+    # save_best, patience, the metric at each step; steps whose checkpoint becomes the best; those at which the run ends
+    ("eval_loss", None, [3.0, 2.0, 2.0, 2.5, 1.0], [1, 2, 5], []),
+    ("eval_exact_match", None, [0.1, 0.3, 0.3, 0.2, 0.4], [1, 2, 5], []),
+    ("eval_token_perplexity", 2, [9.0, None, 8.0], [1, 3], []),
+    ("eval_loss", 2, [3, 2, 2.5, 1, 1, 1.5], [1, 2, 4], [6]),
+    (None, 1, [3, 4], [], [2]),
+]
+
+
+@pytest.mark.parametrize(("metric", "patience", "values", "best", "ends"), VALIDATIONS)
+def test_what_a_validation_decides(
+    tmp_path: Path, monkeypatch: Any, metric: str | None, patience: int | None, values: Any, best: Any, ends: Any
 ) -> None:
-    """The previous one is kept until the new one is written."""
+    """The previous best checkpoint is kept until the new one is written."""
     monkeypatch.setattr(Record, "_write", lambda self, with_picture: None)
-    record, asked, keep = record_in(tmp_path, save_best=metric), [], tmp_path
+    record, keep = record_in(tmp_path, save_best=metric, patience=patience), tmp_path
+    asked, stopped = list[int](), list[int]()
     for step, value in enumerate(values, 1):
         record.loop.global_step, record.saver.is_asked = step, False  # type: ignore[attr-defined]
-        record.validated({} if value is None else {metric: value})
+        record.validated({} if value is None else {metric or "eval_loss": value})
         assert record.saver.keep == keep
+        stopped += [step] if record.why_stop else []
         if record.saver.is_asked:  # type: ignore[attr-defined]
             assert record.state()["best_path"] is None  # it is the checkpoint that this state is written into
             asked.append(step)
             keep = tmp_path / f"step={step}"
             keep.mkdir()
             record.saved(keep)
-    assert asked == best and (tmp_path / "best").resolve() == keep == record.saver.keep
-    assert record.state()["best"] == {"step": best[-1], metric: values[best[-1] - 1]}
+    assert (asked, stopped) == (best, ends) and record.saver.keep == keep
+    if metric:
+        assert (tmp_path / "best").resolve() == keep
+        assert record.state()["best"] == {"step": best[-1], metric: values[best[-1] - 1]}
 
 
 BEST = {"step": 3, "eval_loss": 1.0}
@@ -178,18 +183,6 @@ def test_a_checkpoint_of_other_settings(
             (record.progress.best is None) == bool(options) and told in caplog.text and bool(told) == bool(caplog.text)
         )
         assert record.progress.num_worse == (0 if "was by" in told else 2)
-
-
-@pytest.mark.parametrize(
-    ("patience", "values", "stops"),
-    [(2, [3, 2, 2.5, 1, 1, 1.5], [False] * 5 + [True]), (1, [3, 4], [False, True]), (None, [1, 2, 3], [False] * 3)],
-)
-def test_early_stopping(tmp_path: Path, patience: int | None, values: list[float], stops: list[bool]) -> None:
-    record, found = record_in(tmp_path, patience=patience), []
-    for value in values:
-        record.validated({"eval_loss": value})
-        found.append(bool(record.why_stop))
-    assert found == stops and not record.saver.is_asked  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("draws")
@@ -261,28 +254,13 @@ def test_what_a_killed_run_leaves(arguments: Arguments, tmp_path: Path, monkeypa
     assert record["ended"] is record["exported"] is None and record["last"] == "checkpoints/step=2"
 
 
-def test_a_run_that_is_over_has_nothing_left_to_do(arguments: Arguments, tmp_path: Path, capsys: Any) -> None:
-    assert main(arguments(trainer__max_steps=3)) == 0
-    before = summary(tmp_path / "out")
-    shutil.move(tmp_path / "out", tmp_path / "moved")
-    capsys.readouterr()
-    assert main(arguments(trainer__max_steps=3, output_dir=tmp_path / "moved", ckpt_path="last")) == 0
-    after, said = summary(tmp_path / "moved"), capsys.readouterr().out
-    assert "nothing left to do: step 3 of 3 was reached before" in said
-    assert f"logs         {tmp_path}/moved/logs/version_0\n" in said
-    assert {**before, "ended": 0, "last": 0, "r": 0}.keys() == after.keys()
-    assert all(after[name] == before[name] for name in ("steps", "loss", "seconds", "logs", "exported"))
-
-
 @pytest.fixture(scope="module")
 def contrary(shop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Validation rows with an answer that the training makes less and less likely."""
-    rows = [json.loads(line) for line in (shop / "validation.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = rows_in(shop / "validation.jsonl")
     for row in rows:
         row["messages"][-1]["content"] = ANSWER
-    path = tmp_path_factory.mktemp("contrary") / "validation.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(tmp_path_factory.mktemp("contrary") / "validation.jsonl", rows)
 
 
 @pytest.fixture(scope="module")
@@ -323,13 +301,19 @@ def test_the_best_weights_are_exported_and_the_last_ones_kept(stopped: Path) -> 
     assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == sorted(["best", "last", *steps])
 
 
-def test_a_run_that_stopped_early_has_nothing_left_to_do(again: Any, tmp_path: Path, capsys: Any) -> None:
-    before = load_file(tmp_path / "out" / "model" / "model.safetensors")
-    assert main(again(ckpt_path="last")) == 0
-    printed = capsys.readouterr().out
-    assert "ended        nothing left to do: stopped early at step" in printed and "raise early_stopping" in printed
-    after = load_file(tmp_path / "out" / "model" / "model.safetensors")
-    assert all(torch.equal(before[name], after[name]) for name in before)
+def test_a_run_that_is_over_has_nothing_left_to_do(again: Any, tmp_path: Path, capsys: Any) -> None:
+    """Also in a folder that was moved, as the logs say."""
+    before = summary(tmp_path / "out")
+    weights = (tmp_path / "out" / "model" / "model.safetensors").read_bytes()
+    shutil.move(tmp_path / "out", tmp_path / "moved")
+    capsys.readouterr()
+    assert main(again(output_dir=tmp_path / "moved", ckpt_path="last")) == 0
+    after, said = summary(tmp_path / "moved"), capsys.readouterr().out
+    assert "ended        nothing left to do: stopped early at step" in said and "raise early_stopping" in said
+    assert f"logs         {tmp_path}/moved/logs/version_0\n" in said
+    assert {**before, "ended": 0, "last": 0, "r": 0}.keys() == after.keys()
+    assert all(after[name] == before[name] for name in ("steps", "loss", "seconds", "logs", "exported", "best"))
+    assert (tmp_path / "moved" / "model" / "model.safetensors").read_bytes() == weights
 
 
 def test_it_goes_on_in_another_folder(again: Any, tmp_path: Path) -> None:
@@ -359,21 +343,3 @@ def test_of_lora_only_the_adapters_are_kept_and_put_back(again: Any, tmp_path: P
     assert main(again("validate", model__model_name_or_path=tmp_path / "out" / "model", **precision)) == 0
     shown = float(capsys.readouterr().out.split("eval_loss")[1].split()[0])
     assert shown == pytest.approx(found["best"]["value"], rel=1e-10)
-
-
-def test_what_is_refused_before_a_row_is_read(arguments: Arguments, tmp_path: Path, capsys: Any) -> None:
-    refusals: list[tuple[dict[str, Any], str]] = [
-        ({"save_best": "eval_los"}, "save_best: no metric 'eval_los', did you mean eval_loss?"),
-        ({"save_best": "loss"}, "save_best: no metric 'loss'"),
-        ({"save_best": "eval_contains"}, "save_best: eval_contains is not measured: set evaluate_generation.metric"),
-        ({"data__validation_file": None}, "save_best: eval_loss needs rows for it: set data.validation_file"),
-        ({"data__validation_file": None, "save_best": None}, "early_stopping: eval_loss needs rows for it"),
-        ({"early_stopping": 0}, "early_stopping must be at least 1, or null; got 0"),
-        ({"trainer__limit_val_batches": 0}, "save_best needs validations, and trainer.limit_val_batches is 0"),
-        ({"trainer__enable_checkpointing": False}, "save_best needs checkpoints, and trainer.enable_checkpointing is"),
-    ]
-    for flags, error in refusals:
-        given = {"data__validation_file": "none.jsonl", "save_best": "eval_loss", "early_stopping": 2, **flags}
-        assert main(arguments(data__train_file="none.jsonl", **given)) == 1
-        assert capsys.readouterr().err.startswith(f"error: {error}")
-        assert not (tmp_path / "out").exists()

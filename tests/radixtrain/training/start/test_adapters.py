@@ -30,7 +30,7 @@ def settings(path: Any, **changes: Any) -> Any:
 
 @pytest.fixture
 def folder(tmp_path):
-    tiny_qwen3().save_pretrained(tmp_path / "model")
+    tiny_qwen3(tie_word_embeddings=False).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -66,7 +66,14 @@ def test_the_options_of_peft(folder):
     assert of == [4 / 2, pytest.approx(4 / 2**0.5)]
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"use_dora": True}, marks=FULL), {"use_rslora": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"use_dora": True}, marks=FULL),
+        {"use_rslora": True, "lora_target_modules": ["q_proj", "lm_head"]},
+    ],
+)
 def test_what_is_merged_computes_what_was_trained(folder, tmp_path, options):
     with float64_arithmetic():
         model = filled(load_trainable(settings(folder, dtype="float64", **options)))

@@ -25,28 +25,46 @@ def settings(path: Any, **changes: Any) -> Any:
     return RadixModule(str(path), **changes).hparams
 
 
-@pytest.mark.parametrize("dedup", [True, False])
-def test_a_router_loss_is_refused(tmp_path, dedup):
-    tiny_model("MixtralForCausalLM", output_router_logits=True).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"adds a router loss \(output_router_logits=True\)"):
-        load_trainable(settings(tmp_path, dedup=dedup))
+ROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}}
+LOADED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    # the class that wrote a checkpoint, its sizes, and the settings with which that class computes
+    ("GptOssForCausalLM", {}, {"attn_implementation": "eager"}),  # sinks
+    ("Qwen3MoeForCausalLM", {}, {"dtype": "float64"}),  # torch's grouped product takes none
+    # `AutoModelForCausalLM` would leave the tower for images out, and `fit` would save the model so.
+    ("Qwen3_5ForConditionalGeneration", {}, {}),
+    ("Qwen3_5ForCausalLM", {}, {}),
+    ("Qwen2_5_VLForConditionalGeneration", ROPE, {}),  # no entry of it
+]
 
 
-def test_sinks_need_eager_beside_the_tree(tmp_path):
-    tiny_model("GptOssForCausalLM").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"its class has no sdpa attention; set model\.attn_implementation: eager"):
-        load_model(str(tmp_path), "float32", "sdpa")
-    model = load_trainable(settings(tmp_path, attn_implementation="eager"))
-    assert model.config._attn_implementation == "eager"
-    assert model(input_ids=IDS).logits.isfinite().all()
-
-
-def test_experts_in_float64(tmp_path):
-    """torch's grouped product takes none, and ended in a traceback in the first step."""
-    tiny_model("Qwen3MoeForCausalLM").save_pretrained(tmp_path)
-    model = load_trainable(settings(tmp_path, dtype="float64"))
+@pytest.mark.parametrize(("wrote", "sizes", "given"), cases(LOADED, LOADED[:3]))
+def test_a_checkpoint_is_loaded_by_the_class_that_wrote_it(tmp_path, wrote, sizes, given):
+    tiny_model(wrote, **sizes).save_pretrained(tmp_path)
+    model = load_trainable(settings(tmp_path, **given))
     model(input_ids=IDS).logits.sum().backward()
-    assert model.lm_head.weight.grad.dtype == torch.float64
+    assert type(model).__name__ == wrote and model.lm_head.weight.grad.isfinite().all()
+    assert model.lm_head.weight.grad.dtype == getattr(torch, given.get("dtype", "float32"))
+
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    *(
+        (
+            "MixtralForCausalLM",
+            {"output_router_logits": True},
+            {"dedup": dedup},
+            r"adds a router loss \(output_router_logi",
+        )
+        for dedup in (True, False)
+    ),
+    ("GptOssForCausalLM", {}, {}, r"its class has no sdpa attention; set model\.attn_implementation: eager"),
+]
+
+
+@pytest.mark.parametrize(("wrote", "sizes", "given", "said"), REFUSED)
+def test_what_is_not_loaded(tmp_path, wrote, sizes, given, said):
+    tiny_model(wrote, **sizes).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=said):
+        load_trainable(settings(tmp_path, **given))
 
 
 def test_float16_weights_need_a_loss_scale(tmp_path):
@@ -55,25 +73,6 @@ def test_float16_weights_need_a_loss_scale(tmp_path):
     with pytest.raises(UserError, match=r"model\.dtype 'auto': the checkpoint is float16, which needs a loss scale"):
         load_trainable(settings(tmp_path, dtype="auto"))
     assert load_trainable(settings(tmp_path)).dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    "wrote",
-    cases(
-        ["Qwen2_5_VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"],
-        ["Qwen3_5ForConditionalGeneration"],
-    ),
-)
-def test_a_checkpoint_is_loaded_by_the_class_that_wrote_it(tmp_path, wrote):
-    """`AutoModelForCausalLM` would leave the tower for images of Qwen3.5 out, and `fit` would save the model so.
-
-    Qwen2.5-VL is no entry of it.
-    """
-    rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
-    text = {"text_config": rope} if wrote.startswith("Qwen2") else {}
-    tiny_model(wrote, **text).save_pretrained(tmp_path)
-    model = load_trainable(settings(tmp_path))
-    assert type(model).__name__ == wrote and model(input_ids=IDS).logits.isfinite().all()
 
 
 def test_a_checkpoint_that_does_not_name_its_class(tmp_path):

@@ -1,6 +1,5 @@
 """The screen before the first step, on rows whose numbers are known."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +13,7 @@ from radixtrain.data.tokens.store import Corpus, Part
 from radixtrain.distributed import Ranks
 from radixtrain.training.start import run_overview
 from radixtrain.training.start.run_overview import data_entries, sharing_entry
+from tests.support.runs import rows_in, write_rows
 
 
 def corpus_of(count, prompts, length=450):
@@ -70,9 +70,8 @@ def test_r_is_that_of_the_steps(monkeypatch, grouped):
 
 
 def test_fit_prints_it_before_the_first_step(arguments, shop, tmp_path, capsys):
-    rows = [{**json.loads(line), "id": 1} for line in (shop / "train.jsonl").read_text().splitlines()]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(arguments(data__train_file=tmp_path / "rows.jsonl", trainer__max_steps=1)) == 0
+    file = write_rows(tmp_path / "rows.jsonl", [{**row, "id": 1} for row in rows_in(shop / "train.jsonl")])
+    assert main(arguments(data__train_file=file, trainer__max_steps=1)) == 0
     printed = capsys.readouterr().out
     names = ["data", "columns", "r", "steps", "memory", "disk", "sample", "loss", "r"]
     lines = [line.split(" ")[0] for line in printed.splitlines()]
@@ -81,4 +80,4 @@ def test_fit_prints_it_before_the_first_step(arguments, shop, tmp_path, capsys):
     text = printed[printed.index("⟦ ⟧:") + 4 :]
     marked = text[text.index("⟦") : text.index("⟧")]
     assert "Shelf" in marked and "You name the shelf" not in marked
-    assert f"{tmp_path / 'rows.jsonl'}:1" in printed
+    assert f"{file}:1" in printed
