@@ -141,8 +141,8 @@ def verdict_of(
             judged.verdicts[ROWS.shape] = _first_verdict(backbone, head, progress, allowed, drew, bool(judged.tried))
         forks = judged.verdicts[ROWS.shape].forks
         if not judged.covers(shape):
-            places = torch.arange(shape[1])
-            own = torch.arange(shape[0])[:, None] * (places >= shape[1] // 2)
+            places = torch.arange(shape[1], device="cpu")
+            own = torch.arange(shape[0], device="cpu")[:, None] * (places >= shape[1] // 2)
             ids = (places + own) % 7 + 1
             with torch.no_grad():  # and without a head, whose logits would take much memory
                 judged.verdicts[shape] = Verdict(_tried(backbone, None, progress, allowed, ids), forks)
@@ -406,14 +406,15 @@ def _passed(
                 (states * weights).sum(), [leaf, *trained.values()], allow_unused=True
             )
             gradients = dict(zip(trained, map(_times_a_vector, of_weights), strict=True))
-    left = [torch.as_tensor(value).detach() for value in changed if isinstance(value, Tensor | float | int)]
+    numbers = [value for value in changed if isinstance(value, Tensor | float | int)]
+    left = [each.detach() if isinstance(each, Tensor) else torch.tensor(each, device="cpu") for each in numbers]
     return _Pass(states.detach(), gradient.flatten(0, 1), left, layers, gradients, mixers)
 
 
 def _times_a_vector(gradient: Tensor | None) -> Tensor:
     """Return the product with a vector, which takes less memory than a matrix. None is zeros."""
     if gradient is None:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     matrix = gradient.reshape(len(gradient), -1) if gradient.ndim else gradient.reshape(1, 1)
     vector = torch.arange(1, matrix.shape[1] + 1, device=matrix.device).sin()
     return matrix.to(vector.dtype) @ vector if matrix.dtype != torch.float64 else matrix @ vector.double()
