@@ -364,8 +364,8 @@ def allowed(lines: list[Line], kind: str) -> list[Line]:
     """Those of which something is known.
 
     Of a silent change after a function, torch makes something itself. It crashes (2.13) if a hook is registered on a
-    view after the tensor that it shows was changed in place. Only a gradient shows what is read of padding. A checkpoint
-    saves its arguments in C++ (2.13), and refuses an ordinary tensor with the data of an inference tensor, not ours.
+    view after the tensor that it shows was changed in place. Only a gradient shows what is read of padding. A
+    checkpoint saves its arguments in C++ (2.13), which refuses an ordinary tensor with the data of an inference tensor.
     """
     kept: list[Line] = []
     for each in lines:
