@@ -23,7 +23,6 @@ from collections.abc import Callable
 from functools import update_wrapper
 from operator import itemgetter
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -44,9 +43,6 @@ UNKNOWN = (
 MAX_NODES = 200  # of a graph between hidden rows and a loss: a head, adapters on it, a scale, a soft-cap
 
 
-_watches: WeakSet[LossWatch] = WeakSet()  # of graphs that live: none in a program of ordinary batches only
-
-
 class LossWatch:
     """The gradient that a loss over tokens gives the rows of one call, and whether that is their only gradient.
 
@@ -57,7 +53,6 @@ class LossWatch:
     is_known = False
 
     def __init__(self, place_rows: IntArray) -> None:
-        _watches.add(self)
         self.shapes = {place_rows.shape, (place_rows.size,), (int((place_rows >= 0).sum()),)}
 
     def compare(self, grad: Tensor) -> None:
@@ -99,7 +94,7 @@ def for_token_loss(source: Tensor, places: tuple[int, ...] | None = None) -> Ten
     if has_torch_function_unary(source):  # a lazy one: its table is what the loss reads
         found: Tensor = handle_torch_function(for_token_loss, (source,), source)
         return found
-    watch = _watch_above(source) if _watches else None
+    watch = _watch_above(source)
     if watch is None or (tuple(source.shape[:-1]) if places is None else places) not in watch.shapes:
         return source
     source.register_hook(watch.compare)
