@@ -136,6 +136,7 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.Tensor._version": "tells whether hidden states or logits were changed in place",
         "torch._functorch.utils.unwrap_dead_wrappers": "is what every autograd.Function does with what it gets",
         "torch._C._are_functorch_transforms_active": "says whether torch.func transforms what reads the tensor",
+        "torch._C._set_throw_on_mutable_data_ptr": "makes an error of C code that takes the memory of such a tensor",
         "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for its shape and dtype",
     },
     "radixtrain/hf/recurrent.py": {
