@@ -21,11 +21,6 @@ from tests.support.runs import errors_in
 GOOD = {"messages": [{"role": "user", "content": "Where is the pear?"}, {"role": "assistant", "content": "Shelf one."}]}
 ROBOT = {"messages": [{"role": "robot", "content": "x"}]}
 USAGE = {
-    "--model.learning_rte=1": "no key model.learning_rte, did you mean model.learning_rate?",
-    "--data.max_token=1": "no key data.max_token, did you mean data.max_tokens?",  # argparse would complete it
-    "--trainer.api_key=x": "trainer.api_key: a run saves its settings, so they hold no secrets; set it in the environm",
-    "--model.attention=ring": "model.attention must be one of auto, cascade, path, expand, reference, tree; got ring",
-    "--trainer.logger=evil.Logger": "trainer.logger must be one of csv, wandb, tensorboard, mlflow, trackio, none; got",
     "--weights_only=false": "no key weights_only: a checkpoint is always read as data, never run as code",
     "--config={shop}/none.yaml": "no such file: {shop}/none.yaml",
     "--print_config stray": "stray is not a key: write --key value, and --config FILE for a YAML file",
@@ -168,14 +163,12 @@ def test_weights_are_looked_for_before_the_rows_are_read(fit: Any, shop: Path, t
     assert "no weights (model.safetensors or model.safetensors.index.json)" in fit(1, flags)
 
 
-def test_exports(said_of: Any, tmp_path: Path) -> None:
-    (tmp_path / "x.ckpt").write_text("not a checkpoint")
+def test_exports(said_of: Any) -> None:
     for name, expected in (
-        (tmp_path / "none.ckpt", "no such checkpoint"),
-        ("last", "ckpt_path last names no run; write RUN/checkpoints/last"),
-        (tmp_path / "x.ckpt", "a file; a checkpoint of radixtrain is a folder"),
+        ("none.ckpt", "no such checkpoint"),
+        ("last", "last names no run; write RUN/checkpoints/last"),
     ):
-        assert expected in said_of(1, ["export", f"--ckpt_path={name}", f"--output_dir={tmp_path / 'out'}"])
+        assert expected in said_of(1, ["export", f"--ckpt_path={name}", "--output_dir=out"])
 
 
 def test_an_error_of_our_own_is_not_blamed_on_the_user(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
