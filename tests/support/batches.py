@@ -678,6 +678,6 @@ def with_pieces_of(cells: int, max_rows: int = 16_384) -> Iterator[None]:
         patch.setattr("radixtrain.generation.prompt_cache.PIECE_CELLS", cells)
         patch.setattr("radixtrain.generation.prompt_cache.SPARE", 2)
         patch.setattr("radixtrain.generation.prefill.MAX_ROWS", max_rows)
-        patch.setattr("radixtrain.tree.layout.GROUP", 4)
+        patch.setattr("radixtrain.kernels.cpu_loops.BUNDLE", 4)
         patch.setattr("radixtrain.kernels.cpu_loops.STRIP", 6)
         yield
