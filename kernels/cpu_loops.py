@@ -60,7 +60,7 @@ def rectangles_of(ragged: Ragged, window: int | None = None) -> list[Rectangle]:
 
 def _rectangles(ragged: Ragged, window: int | None) -> Iterator[Rectangle]:
     entries, causal, device = _entries(ragged), ragged.causal, ragged.cu_seqlens_q.device
-    corner = _corner(max((k1 - k0 for _, _, k0, k1 in entries), default=0), window, device)
+    corner = _corner(max((k1 - k0 for _, _, k0, k1 in entries if causal), default=0), window, device)
     for bundle in _bundled(entries, causal):
         queries, keys = slice(bundle[0][0], bundle[-1][1]), slice(bundle[0][2], bundle[-1][3])
         if len(bundle) > 1:
