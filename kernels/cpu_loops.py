@@ -78,8 +78,8 @@ def _entries(ragged: Ragged) -> list[Entry]:
     if len(ragged.cu_seqlens_q) == 2:
         entries = [(0, ragged.max_seqlen_q, 0, ragged.max_seqlen_k)]
     else:
-        sides = (pairwise(bounds.tolist()) for bounds in (ragged.cu_seqlens_q, ragged.cu_seqlens_k))
-        entries = [(*queries, *keys) for queries, keys in zip(*sides, strict=True)]
+        q, k = ragged.cu_seqlens_q.tolist(), ragged.cu_seqlens_k.tolist()
+        entries = [(*queries, *keys) for queries, keys in zip(pairwise(q), pairwise(k), strict=True)]
     return [(q0, q1, k0, k1) for q0, q1, k0, k1 in entries if q0 < q1 and k0 < k1]
 
 
