@@ -76,8 +76,10 @@ IDS = torch.tensor([[1, 2, 3], [1, 2, 4]])
 MISTAKES: list[Mistake | list[Mistake]] = [
     lambda model, folder: train(folder, model()).train(),
     lambda model, folder: RadixCollator()([{"input_ids": [1, 2, 3]}]),
-    lambda model, folder: RadixCollator()([{"input_ids": [1, 2], "labels": [1, 2], "token_type_ids": [0, 0]}]),
-    lambda model, folder: RadixCollator()([{"input_ids": [1, 2], "labels": [1, 2], "pixel_values": [[[0.5]]]}]),
+    [
+        lambda model, folder: RadixCollator()([{"input_ids": [1, 2], "labels": [1, 2], "token_type_ids": [0, 0]}]),
+        lambda model, folder: RadixCollator()([{"input_ids": [1, 2], "labels": [1, 2], "pixel_values": [[[0.5]]]}]),
+    ],
     lambda model, folder: train(
         folder, share_prefixes(AutoModelForSequenceClassification.from_config(model().config))
     ).train(),

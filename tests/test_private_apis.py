@@ -55,9 +55,6 @@ TABLE: dict[str, dict[str, str]] = {
     "kernels/flash.py": {
         "torch.ops.aten._scaled_dot_product_cudnn_attention": "is cuDNN's, and returns the log-sum-exp",
         "torch.ops.aten._scaled_dot_product_cudnn_attention_backward": "is its backward pass, with a merged one",
-        "torch.ops.aten._flash_attention_forward.default._schema": (
-            "says whether torch's flash attention takes a window"
-        ),
         "torch.ops.aten._flash_attention_forward": "is flash attention on CUDA, and returns the log-sum-exp",
         "torch.ops.aten._flash_attention_backward": "is its backward pass, with a merged log-sum-exp",
         "flash_attn.flash_attn_interface._flash_attn_varlen_forward": (
@@ -89,9 +86,9 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/hf/attention_interface.py": {
         "torch._dynamo.config": "has the compiler look at the hooks of a model, so that two of one class are not one",
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
+        "torch.nn.Module._parameters": "says in every layer whether it has sinks, without a call of Python",
     },
     "radixtrain/hf/guards/draws.py": {
-        "torch.nn.Module._modules": "finds dropout modules in 0.3 ms",
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes how generators are compared",
     },
     "radixtrain/hf/guards/model.py": {
@@ -137,17 +134,14 @@ TABLE: dict[str, dict[str, str]] = {
             "computes a layer again, without the layer's hooks, and may be a user's"
         ),
     },
-    "radixtrain/hf/padded/spread.py": {
+    "radixtrain/hf/padded/spread_rows.py": {
         "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "the ordinary tensor is made for all",
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes how it is made",
         "torch._C._autograd._top_saved_tensors_default_hooks": "says whether a checkpoint counts what is saved",
-    },
-    "radixtrain/hf/padded/spread_rows.py": {
         "torch.utils._pytree": "finds the tensors among the arguments of a function",
         "torch.Tensor._make_wrapper_subclass": "makes a tensor without memory, which stands for rows of a table",
         "torch.Tensor._version": "tells whether hidden states or logits were changed in place",
         "torch._functorch.utils.unwrap_dead_wrappers": "is what every autograd.Function does with what it gets",
-        "torch.ops.aten.mul_.Tensor._schema": "says whether an operator changes its arguments",
         "torch._C._are_functorch_transforms_active": "says whether torch.func transforms what reads the tensor",
         "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for its shape and dtype",
     },

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-FAMILIES_PAGE = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks" / "families.md"
+FAMILIES_PAGE = Path(__file__).resolve().parents[3] / "recipes" / "benchmarks" / "families.md"
 
 
 REFUSED = "refused: "
