@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function_unary
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.radix_inputs import RADIX
 
@@ -86,7 +86,7 @@ class _Watched(torch.autograd.Function):
 @torch.compiler.disable  # reads the graph
 def for_token_loss(source: Tensor) -> Tensor:
     """Return the tensor for a loss over tokens: its source rows accept that gradient if they get no other."""
-    watch = None if type(source) is SpreadRows else _watch_above(source)  # those are of an ordinary batch
+    watch = None if has_torch_function_unary(source) else _watch_above(source)  # lazy rows are of an ordinary batch
     if watch is None or tuple(source.shape[:-1]) not in watch.shapes:
         return source
     source.register_hook(watch.compare)
