@@ -17,6 +17,7 @@ from radixtrain.commands import EVALUATING
 from radixtrain.commands.loggers import TRACKING, check_loggers, continue_wandb_run, errors_of_services, make_loggers
 from radixtrain.commands.preflight import (
     check_weights_and_room,
+    checkpoint_asked_for,
     checkpoint_of_fit,
     checkpoint_to_evaluate,
     defaults_of_model,
@@ -221,7 +222,10 @@ def run(settings: RunSettings, words: Sequence[str]) -> None:
         command.make()
         if num_ranks == 1:
             command.run()
-        elif failure := launch(words, num_ranks):
+            return
+        if name == "fit":  # rank 0 asks again, under the folder's lock
+            checkpoint_asked_for(command.output_dir, command.settings)
+        if failure := launch(words, num_ranks):
             raise UserError(failure + last_checkpoint(command.output_dir if name == "fit" else None))
 
 

@@ -47,24 +47,33 @@ BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 2}
 READ = ("model.", "data.", "ckpt_path")  # settings that may name files
 
 
-def checkpoint_of_fit(output_dir: Path, settings: Any, model: object, data: object) -> tuple[str | None, bool]:
-    """Return the checkpoint that `fit` resumes from, None if it starts anew, and whether it replaces an earlier run.
+def checkpoint_asked_for(output_dir: Path, settings: Any) -> str | None:
+    """Return the `ckpt_path` of `fit`, which is `auto` in a job that SLURM has restarted. No checkpoint is read.
 
-    A job that SLURM has restarted resumes as with `auto`. Leftovers of killed runs are removed.
+    settings: of `fit`.
 
-    settings: of `fit`. model, data: a `RadixModule` and an `SFTData`.
-
-    Raises UserError if the folder holds another run, if this one reads what would be renamed with it, if the checkpoint
-    is not whole, or if its settings do not fit.
+    Raises UserError if the folder holds another run, or if this one reads what would be renamed with it.
     """
     ckpt_path, overwrite = settings.ckpt_path, settings.overwrite
     if is_restarted(output_dir):
         ckpt_path, overwrite = AUTO, False
-    checkpoints = output_dir / "checkpoints"
     check_new_run(output_dir, ckpt_path, overwrite)
     if overwrite:
         reads = {key: value for key, value in flat(settings).items() if key.startswith(READ)}
         check_outside(output_dir, reads)
+    return ckpt_path
+
+
+def checkpoint_of_fit(output_dir: Path, settings: Any, model: object, data: object) -> tuple[str | None, bool]:
+    """Return the checkpoint that `fit` resumes from, None if it starts anew, and whether it replaces an earlier run.
+
+    Leftovers of killed runs are removed.
+
+    settings: of `fit`. model, data: a `RadixModule` and an `SFTData`.
+
+    Raises UserError as `checkpoint_asked_for`, if the checkpoint is not whole, or if its settings do not fit.
+    """
+    ckpt_path, checkpoints = checkpoint_asked_for(output_dir, settings), output_dir / "checkpoints"
     tidy_leftovers(checkpoints)
     is_start = ckpt_path == AUTO and not checkpoints_in(checkpoints)
     chosen = None if is_start else checkpoint_to_evaluate(output_dir, ckpt_path)

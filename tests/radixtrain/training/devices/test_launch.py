@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from radixtrain.__main__ import main
 from radixtrain.training.devices import launch
 from radixtrain.training.devices.launcher_env import PARENT
 from tests.support import FULL
@@ -72,6 +73,14 @@ def test_an_error_is_told_once(fit, before, flags, said):
     (line,) = lines_of_end(run)
     assert line.startswith(said)
     assert not run.left()
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_ranks_start(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("radixtrain.commands.fit.launch", lambda *_: pytest.fail("ranks were started"))
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    (tmp_path / "out" / "model" / "config.json").touch()
+    assert main(arguments(trainer__devices=2, trainer__accelerator="cpu")) == 1
+    assert "out holds another run (model/)" in capsys.readouterr().err
 
 
 def test_ranks_get_the_command_line_and_their_place(environment, monkeypatch):
