@@ -124,21 +124,6 @@ def positions_of_the_first_rank() -> None:
     _change_split(changed)
 
 
-def gradient_not_exchanged() -> None:
-    """The backward pass keeps the gradient of rows that belong to other ranks."""
-    from radixtrain.hf.sequence_parallel import _AllToAll
-
-    _set(_AllToAll, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
-
-
-def heads_in_another_order() -> None:
-    """What comes back from attention belongs to the heads of another rank."""
-    from radixtrain.hf.sequence_parallel import RowSplit
-
-    back = RowSplit.heads_to_rows
-    _set(RowSplit, "heads_to_rows", lambda split, x: back(split, x).roll(1, 1))
-
-
 def gradients_averaged_over_groups() -> None:
     """The loss is scaled by the number of groups, and DDP averages over all ranks."""
     from radixtrain.distributed import ranks
@@ -150,8 +135,6 @@ SPLIT_MUTATIONS: list[Callable[[], None]] = [
     labels_once_on_each_rank,
     last_prediction_left_out,
     positions_of_the_first_rank,
-    gradient_not_exchanged,
-    heads_in_another_order,
     gradients_averaged_over_groups,
 ]
 

@@ -71,10 +71,12 @@ def test_answers(finished, shop, tmp_path):
         **{"data__predict_file": shop / "validation.jsonl", "model__generate": "true", "command": "predict"},
         "evaluate_generation__max_new_tokens": 16,
     }
-    finished("one", **files)
+    *_, line = finished("one", **files).splitlines()
+    assert line.startswith("r  ") and "tokens of prompts per computed token" in line and "answers/s" in line
     finished("two", ranks=2, strategy="ddp", **files)
     one, two = (rows_in(tmp_path / name / "predictions.jsonl") for name in ("one", "two"))
     assert [each["row"] for each in one] == [f"{shop / 'validation.jsonl'}:{number}" for number in range(1, 6)]
+    assert max(each["num_tokens"] for each in one) <= 16
     for here, there in zip(two, one, strict=True):
         assert here.pop("logprob") == pytest.approx(there.pop("logprob"), rel=BAR)
         assert here == there

@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import FULL
-from tests.support.processes import (
-    Launched,
-    fail_on_rank_1,
-    go_on_after_pause,
-    pause,
-    wait_until_paused,
-    work_in_folder_of_rank,
-)
-from tests.support.runs import assert_nothing_left
+from tests.support.processes import Launched, fail_on_rank_1, work_in_folder_of_rank
 
 WRONG: dict[str, tuple[int, dict[str, Any], str]] = {
     "a key": (2, {"model__learning_rat": 1}, "learning_rat"),
@@ -92,15 +84,3 @@ def test_an_error_on_one_rank_ends_all(launch, tmp_path):
     assert "the disk of rank 1 is broken" in launched.runs[1].said()
     assert "Traceback" not in launched.runs[0].said(), launched.said()
     launched.wait_for_workers()
-
-
-@FULL
-def test_a_second_run_in_the_folder_says_no(launch, tmp_path):
-    """While the first waits before a step."""
-    folder = tmp_path / "run"
-    first = launch(folder, ranks=2, strategy="ddp", before=[pause], environment={"PAUSE": "step 2"})
-    wait_until_paused(folder, first, 2)
-    assert_told_once(launch(folder, ranks=2, strategy="ddp"), 1, f"process {first.runs[0].pid} on")
-    go_on_after_pause(folder)
-    assert first.wait() == [0, 0], first.said()
-    assert_nothing_left(folder, tmp_path / "temporary")

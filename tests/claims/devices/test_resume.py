@@ -70,7 +70,6 @@ CHAINS = {
     "2, 1 and 4 ranks": ({}, [on(2, "fsdp2"), ONE, on(4, "ddp")]),
     "2, 1 and 4 ranks, LoRA": (LORA, [on(2, "fsdp2"), ONE, on(4, "ddp")]),
     "fsdp2, ddp and fsdp2": ({}, [on(2, "fsdp2"), on(4, "ddp"), on(2, "fsdp2")]),
-    "4, 1 and 2 ranks": ({}, [on(4, "fsdp2"), ONE, on(2, "fsdp2")]),
     "splits by 1, 2, 2 x 2, 1": ({}, [ONE, on(2, "ddp", 2), on(4, "fsdp2", 2), on(2, "ddp")]),
     "half, all, a quarter recomputed": (
         {"model__model_name_or_path": "deep"},

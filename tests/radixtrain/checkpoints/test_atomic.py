@@ -76,32 +76,25 @@ def test_removed(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_killed_while_it_replaces(tmp_path, how):
-    replace(tmp_path / "x", "old")
-    for _ in kills_at_file_operations(lambda: replace(tmp_path / "x", "new")):
-        now = content(current_path(tmp_path / "x"))
-        assert now in ("old", "new")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("old", "new"), pytest.param(None, "new", marks=FULL), pytest.param("old", None, marks=FULL)],
+)
+def test_killed_while_it_is_replaced_written_anew_or_removed(tmp_path, how, before, after):
+    def change(text):
+        remove(tmp_path / "x") if text is None else replace(tmp_path / "x", text)
+
+    def found():
+        path = current_path(tmp_path / "x")
+        return content(path) if path.exists() else None
+
+    change(before)
+    for _ in kills_at_file_operations(lambda: [change(after), list(os.scandir(tmp_path))]):
+        now = found()
+        assert now in (before, after)
         tidy_leftovers(tmp_path)
-        assert names(tmp_path) == ["x"] and content(tmp_path / "x") == now
-        replace(tmp_path / "x", "old")
-
-
-@FULL
-def test_killed_while_it_is_written_anew(tmp_path):
-    for _ in kills_at_file_operations(lambda: replace(tmp_path / "x", "new")):
-        assert not (tmp_path / "x").exists() or content(tmp_path / "x") == "new"
-        tidy_leftovers(tmp_path)
-        remove(tmp_path / "x")
-        assert names(tmp_path) == []
-
-
-@FULL
-def test_killed_while_it_is_removed(tmp_path):
-    replace(tmp_path / "x", "old")
-    for _ in kills_at_file_operations(lambda: [remove(tmp_path / "x"), list(os.scandir(tmp_path))]):
-        assert not (tmp_path / "x").exists() or content(tmp_path / "x") == "old"
-        tidy_leftovers(tmp_path)
-        replace(tmp_path / "x", "old")
+        assert found() == now and names(tmp_path) == ["x"] * (now is not None)
+        change(before)
 
 
 @FULL

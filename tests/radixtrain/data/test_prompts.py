@@ -78,12 +78,14 @@ def test_rows_of_predict(shop, tmp_path):
     rows += [{"input_ids": [5, 6, 7]}, {"input_ids": [5, 6], "labels": [-100, 6]}]
     path = str(write_rows(tmp_path / "rows.jsonl", rows))
     options = {"model_name_or_path": str(shop / "model"), "predict_prompts": True, "dataloader_num_workers": 0}
+    options["chat_template_kwargs"] = {"enable_thinking": False}
     data = SFTData(predict_file=path, completion_only_loss=False, batch_size=4, **options)
     data.setup("predict")
     prompts = [prompt for batch in data.predict_dataloader() for prompt in batch]
     tokenizer = data.tokenizer()
     texts = [tokenizer.decode(each.token_ids) for each in prompts[:5]]
-    assert texts[0].endswith("Bye<|im_end|>\n<|im_start|>assistant\n") and texts[1].endswith("<|im_start|>assistant\n")
+    begun = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert texts[0].endswith(f"Bye<|im_end|>\n{begun}") and texts[1].endswith(begun)
     assert texts[2:] == ["shelf"] * 3
     assert [each.token_ids.tolist() for each in prompts[5:]] == [[5, 6, 7], [5]]
     assert [each.where for each in prompts] == [f"{path}:{n}" for n in range(1, 8)]

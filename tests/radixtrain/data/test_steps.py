@@ -17,43 +17,26 @@ from radixtrain.data.steps import (
     StepSampler,
     draw_epoch,
     epoch_size,
-    expected_r,
-    features_of,
     grouped_order,
 )
 from radixtrain.tree.groups import find_prefix_groups
 from tests.support.runs import write_rows
 
 
-def conversations_of(prompts: int, each: int, own: int = 30, turns: int = 1) -> list[list[TokenRow]]:
-    """Conversations of `turns` samples, in turns of the prompts."""
+def conversations_of(prompts: int, each: int, own: int = 30) -> list[list[TokenRow]]:
+    """Conversations of one sample, in turns of the prompts."""
     generator = np.random.default_rng(0)
     starts = generator.integers(0, 30_000, (prompts, 280))
     found = []
     for index in range(prompts * each):
-        ids, samples = starts[index % prompts], []
-        for _ in range(turns):
-            ids = np.concatenate([ids, generator.integers(0, 30_000, own)])
-            samples.append(TokenRow(ids, ids, f"chats.jsonl:{index + 1}"))
-        found.append(samples)
+        ids = np.concatenate([starts[index % prompts], generator.integers(0, 30_000, own)])
+        found.append([TokenRow(ids, ids, f"chats.jsonl:{index + 1}")])
     return found
 
 
 @pytest.fixture(scope="module")
 def twenty() -> list[list[TokenRow]]:
     return conversations_of(20, 160)
-
-
-@pytest.mark.parametrize("max_tokens", [None, 2000, 700])
-def test_expected_r_is_that_of_the_steps(max_tokens):
-    conversations = conversations_of(4, 20, turns=3)
-    batches = [list(range(12)), list(range(40, 52))]
-    steps = [
-        StepCollator(max_tokens=max_tokens)(features_of(sample for index in batch for sample in conversations[index]))
-        for batch in batches
-    ]
-    expected = sum(step.num_tokens for step in steps) / sum(step.num_computed_tokens for step in steps)
-    assert expected_r(conversations, batches, max_tokens).r == pytest.approx(expected)
 
 
 def test_what_is_a_plain_shuffle(twenty):

@@ -109,6 +109,7 @@ def test_lora_trains_adapters_and_exports_merged_weights(arguments, shop, tmp_pa
     assert main(["export", f"--ckpt_path={checkpoint}", f"--output_dir={tmp_path / 'exported'}"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"model        {tmp_path / 'exported'}"
     assert_bit_equal(load_file(tmp_path / "exported" / "model.safetensors"), after)
+    assert "| steps | 10 |" in (tmp_path / "exported" / "README.md").read_text()
 
 
 def test_what_cannot_be_resumed(arguments, tmp_path, capsys):

@@ -23,6 +23,7 @@ from radixtrain.training.module import RadixModule
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import float64_arithmetic
 from tests.support import cases
+from tests.support.batches import FEATURES
 from tests.support.models import tiny_model
 from tests.support.runs import logged
 
@@ -52,13 +53,7 @@ LAYERS_OF_HEAD = {
     "an adapter on the head": {f"base_model.model.lm_head.lora_{x}.default.weight" for x in "AB"},
 }
 LORA = {"use_peft": True, "lora_r": 2, "lora_target_modules": ["q_proj", "lm_head"]}
-FEATURES = [
-    {"input_ids": [7, 8, 9, 10, 11, 12, 5, 2, 3], "labels": [-100, -100, -100, -100, 11, 12, 5, 2, 3]},
-    {"input_ids": [7, 8, 9, 10, 11, 12, 5, 4], "labels": [-100, -100, -100, -100, 11, 12, 5, 4]},
-    {"input_ids": [7, 8, 9, 6, 6], "labels": [-100, 8, 9, 6, 6]},
-    {"input_ids": [30, 31, 32, 33, 34, 35, 36], "labels": [30, 31, 32, 33, 34, 35, 36]},
-]
-NUM_LABELS = 19
+NUM_LABELS = 9  # of FEATURES
 
 
 def saved(name: str, folder: Path, **changes: Any) -> Path:
@@ -95,15 +90,15 @@ def test_loss_and_predictions(name: str, dedup: bool, tmp_path: Path) -> None:
         logprobs = output.logits[0].log_softmax(-1)
         expected.append([logprobs[place - 1, label].item() for place, label in targets])
         own += output.loss.item() * len(targets)
-    step = StepCollator(dedup=dedup, max_tokens=18)(FEATURES)
+    step = StepCollator(dedup=dedup, max_tokens=8)(FEATURES)
     assert len(step.micro_batches) > 1 and step.num_labels == NUM_LABELS
     with torch.no_grad():
         loss = sum(module.loss_sum(batch).item() for batch in step.micro_batches)
     assert loss == pytest.approx(-sum(map(sum, expected)), rel=1e-12)
     assert loss == pytest.approx(own, rel=1e-12)
-    step = StepCollator(dedup=dedup, max_tokens=18, merge_labels=False)(FEATURES)
+    step = StepCollator(dedup=dedup, max_tokens=8, merge_labels=False)(FEATURES)
     with torch.no_grad():
-        records = module.predict_step(replace(step, where=tuple("abcd")), 0)
+        records = module.predict_step(replace(step, where=tuple("abc")), 0)
     for record, feature, logprobs in zip(records, FEATURES, expected, strict=True):
         assert record["tokens"] == [label for label in feature["labels"][1:] if label != -100]
         assert record["logprobs"] == pytest.approx(logprobs, rel=1e-12, abs=1e-12)
@@ -119,7 +114,7 @@ def test_loss_and_predictions(name: str, dedup: bool, tmp_path: Path) -> None:
 def test_gradients(name: str, activation_checkpointing: bool, tmp_path: Path) -> None:
     """Every parameter, the head's own layers among them, against Hugging Face on each sequence in float64."""
     module = loaded(name, tmp_path, activation_checkpointing=activation_checkpointing)
-    report = verify_step(module.model, module.loss_sum, FEATURES, StepCollator(max_tokens=18))
+    report = verify_step(module.model, module.loss_sum, FEATURES, StepCollator(max_tokens=8))
     assert report.passed, str(report)
     assert max(tensor.radix for tensor in report["float64"].alive) <= 1e-12
     assert LAYERS_OF_HEAD.get(name, set()) <= {tensor.name for tensor in report["float64"].alive}
@@ -135,7 +130,7 @@ def test_a_plain_head_stays_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for batch in StepCollator(dedup=dedup)(FEATURES).micro_batches:
             module.loss_sum(batch).backward()
         step = StepCollator(dedup=dedup, merge_labels=False)(FEATURES)
-        module.predict_step(replace(step, where=tuple("abcd")), 0)
+        module.predict_step(replace(step, where=tuple("abc")), 0)
 
 
 @pytest.mark.parametrize("dedup", [False, True])

@@ -9,27 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
 from radixtrain.errors import UserError
 from radixtrain.training.answers.predictions import PredictionWriter
-from radixtrain.verification.oracle import float64_arithmetic
 from tests.support.runs import rows_in, write_rows
 
 INSTRUCTION = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two. " * 4
 THINGS = ["apple", "pear", "hammer", "saw", "apple", "card", "file"]  # one of them twice
 QUESTIONS = [f"{INSTRUCTION}Where is the {thing}?" for thing in THINGS]
-WORDS = [" one", " two"]
-FLOAT64 = {"model__dtype": "float64", "trainer__precision": "64-true"}
 
 Predict = Callable[..., list[dict[str, Any]]]
-
-
-def chat(question: str, *answers: str) -> dict[str, Any]:
-    turns = [{"role": "user", "content": question}]
-    return {"messages": [*turns, *({"role": "assistant", "content": answer} for answer in answers)]}
 
 
 @pytest.fixture
@@ -47,48 +37,6 @@ def predict(arguments: Any, tmp_path: Path) -> Predict:
         return records
 
     return run
-
-
-class Loop:
-    """An ordinary loop in float64: a row at a time, no padding, the whole logits."""
-
-    def __init__(self, folder: Path):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def prompt_of(self, messages: list[dict[str, str]]) -> list[int]:
-        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
-        return self.ids(self.tokenizer.apply_chat_template(messages, **options))
-
-    @torch.no_grad()
-    def completion(self, prompt: list[int], completion: list[int]) -> dict[str, Any]:
-        logprobs = self.model(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
-        found = [logprobs[len(prompt) - 1 + n, token].item() for n, token in enumerate(completion)]
-        return {"tokens": completion, "logprobs": found}
-
-
-@float64_arithmetic()
-def test_answers_to_questions(predict: Predict, shop: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With and without an answer in the file; token for token those of `model.generate`, a prompt at a time."""
-    loop = Loop(shop / "model")
-    rows = [chat(question, "Shelf one.") if place % 2 else chat(question) for place, question in enumerate(QUESTIONS)]
-    flags = {"model__generate": True, "evaluate_generation__max_new_tokens": 5, "data__batch_size": 4}
-    found = predict(rows, **flags, **FLOAT64, data__chat_template_kwargs='{"enable_thinking": false}')
-    for row, record in zip(rows, found, strict=True):
-        prompt = loop.prompt_of(row["messages"][:1])
-        if len(row["messages"]) == 2:  # the answer of a training row begins before the thinking block
-            continue
-        ids = loop.model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False)[0, len(prompt) :].tolist()
-        expected = loop.completion(prompt, ids)
-        assert record["answer"] == loop.tokenizer.decode(ids, skip_special_tokens=True)
-        assert record["num_tokens"] == len(ids) and record["finish_reason"] in ("length", "stop")
-        assert record["logprob"] == pytest.approx(math.fsum(expected["logprobs"]), rel=1e-12)
-    assert list(found[1]) == ["answer", "num_tokens", "logprob", "finish_reason"]
-    line = capsys.readouterr().out.strip().splitlines()[-1]
-    assert line.startswith("r  ") and "tokens of prompts per computed token" in line and "answers/s" in line
 
 
 def test_the_closing_lines(

@@ -142,7 +142,11 @@ def test_another_name_is_another_entry(chats: Path, tokenize: Tokenize, tmp_path
     assert tokenize(glob).store[0][0].where == f"{tmp_path}/a.jsonl:1"
 
 
-@pytest.mark.parametrize("num_proc", cases([1, 3], [3]))
+@pytest.fixture(params=cases([1, 3], [3]))
+def num_proc(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 def test_processes_give_what_one_gives(num_proc: int, tmp_path: Path, tokenize: Tokenize) -> None:
     rows = [chat(f"question {n}" * (n % 7 + 1), f"answer {n}") for n in range(900)]
     path = write_rows(tmp_path / "many.jsonl", rows)
@@ -151,7 +155,6 @@ def test_processes_give_what_one_gives(num_proc: int, tmp_path: Path, tokenize: 
     assert len(found.store[899]) == 1 and bytes(found.store[899][0].input_ids[-11:-1].tolist()) == b"answer 899"
 
 
-@pytest.mark.parametrize("num_proc", cases([1, 2], [2]))
 def test_the_first_bad_row_of_the_file_is_the_error(num_proc: int, tmp_path: Path, tokenize: Tokenize) -> None:
     rows: list[Any] = [chat(f"question {n}", "yes") for n in range(700)]
     rows[650] = "not JSON"
@@ -162,7 +165,6 @@ def test_the_first_bad_row_of_the_file_is_the_error(num_proc: int, tmp_path: Pat
     assert entries(tmp_path / "cache") == []
 
 
-@pytest.mark.parametrize("num_proc", cases([1, 2], [2]))
 def test_skipped_rows_are_counted_and_the_first_few_named(
     num_proc: int, tmp_path: Path, tokenize: Tokenize, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,9 +213,19 @@ def test_an_interrupted_run_leaves_no_entry(
 
 
 @pytest.mark.parametrize("name", [SAMPLES, ABOUT])
-def test_an_entry_that_cannot_be_read_is_named(name: str, chats: Path, tokenize: Tokenize, tmp_path: Path) -> None:
+def test_an_entry_that_cannot_be_read_is_named(
+    name: str, chats: Path, tokenize: Tokenize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another user, and a damaged one."""
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
     first = ids_of(tokenize(chats))
     (entry,) = (tmp_path / "cache").iterdir()
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=f"{entry} cannot be read: .*Permission denied"):
+        patch.setattr(cache, "check_file", refuse)
+        tokenize(chats)
     (entry / name).write_bytes((entry / name).read_bytes()[:20])
     with pytest.raises(UserError, match=rf"^the tokens in {entry} cannot be read: .*; delete that folder$"):
         tokenize(chats)
@@ -257,19 +269,6 @@ def test_a_folder_that_cannot_be_written(chats: Path, tokenize: Tokenize, tmp_pa
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"^data\.cache_dir .*file/inside: cannot be written: Not a directory"):
         tokenize(chats, cache_dir=str(tmp_path / "file" / "inside"))
-
-
-def test_an_entry_of_another_user(
-    chats: Path, tokenize: Tokenize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    tokenize(chats)
-    [name] = entries(tmp_path / "cache")
-    monkeypatch.setattr(cache, "check_file", refuse)
-    with pytest.raises(UserError, match=rf"the tokens in .*/{name} cannot be read: .*Permission denied"):
-        tokenize(chats)
 
 
 LINE = b'{"prompt": "one", "completion": "two"}'

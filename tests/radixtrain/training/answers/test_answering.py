@@ -135,13 +135,14 @@ def test_records_are_those_of_a_single_batch_and_the_shared_beginning_is_compute
     predicted, model, tokenizer, prompts
 ):
     prompts = prompts[:3]  # no two are equal
-    whole = PredictedAnswers()
-    whole.options = predicted.options
-    expected = whole.records(model, prompts, tokenizer)
+    whole = answers(model, prompts, tokenizer, max_new_tokens=2)
     found = [record for each in prompts for record in predicted.records(model, [each], tokenizer)]
-    assert [each["row"] for each in found] == [each.where for each in prompts]
-    for one, other in zip(found, expected, strict=True):
-        assert one == {**other, "logprob": pytest.approx(other["logprob"], rel=1e-11)}
+    for record, prompt, one in zip(found, prompts, whole.answers, strict=True):
+        expected = {
+            **{"row": prompt.where, "answer": one.text, "num_tokens": len(one.token_ids)},
+            **{"logprob": pytest.approx(one.logprob, rel=1e-11), "finish_reason": one.finish_reason},
+        }
+        assert (record, [*record]) == (expected, [*expected])
     assert predicted.num_computed_tokens == whole.num_computed_tokens
 
 

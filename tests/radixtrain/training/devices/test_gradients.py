@@ -168,6 +168,7 @@ CASES = [
 QUICK = [
     *(Case("tied", strategy, 2, 9) for strategy in STRATEGIES),
     *(Case("tied", "ddp", 2, 9, 2), Case("tied", "ddp", 4, 3, 2), Case("tied", "ddp", 4, 9, 2)),
+    *(Case(name, "ddp", 2, 9, 2) for name in ("LoRA", "reentrant checkpointing")),
 ]
 
 

@@ -31,11 +31,6 @@ def test_started(environment, variables, expected):
     assert launcher_env() == expected
 
 
-def test_machines(environment):
-    environment(SRUN)
-    assert launcher_env().num_nodes == 2
-
-
 def test_tasks_that_differ_by_machine_are_refused(environment):
     environment({**SRUN, "SLURM_TASKS_PER_NODE": "4,2(x2)"})
     with pytest.raises(UserError, match=r"SLURM_TASKS_PER_NODE=4,2\(x2\): .*the same number of tasks"):

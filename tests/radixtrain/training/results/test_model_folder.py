@@ -4,7 +4,6 @@ import re
 import shutil
 
 import pytest
-import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -14,11 +13,9 @@ from radixtrain.training.results.model_folder import (
     CARD,
     MARK,
     OF_PROCESSOR,
-    SETTINGS,
     card_and_settings,
     save_hf_folder,
 )
-from tests.support import FULL
 from tests.support.models import tiny_model
 
 OURS = {CARD: MARK}
@@ -98,28 +95,3 @@ def test_a_folder_of_this_machine_is_not_named():
     card = card_and_settings(config, {}, {})[CARD]
     assert "secret place" not in card and ModelCard(card).data.base_model is None
     assert "# base, fine-tuned on x.jsonl\n" in card
-
-
-@FULL
-def test_fit_and_export_write_it(arguments, shop, tmp_path):
-    """Twice into one folder: the first card is recognised."""
-    flags = {"data__validation_file": shop / "validation.jsonl", "trainer__max_epochs": 1}
-    for _ in range(2):
-        assert main(arguments(**flags, overwrite=True)) == 0
-    folder = tmp_path / "out" / "model"
-    card = (folder / CARD).read_text()
-    for text in (
-        "# model, fine-tuned on train.jsonl",
-        "| rows | 20 rows",
-        "| loss | ",
-        "| eval_loss | ",
-        "| r | ",
-    ):
-        assert text in card
-    settings = yaml.safe_load((folder / SETTINGS).read_text())
-    assert settings["trainer"]["max_epochs"] == 1 and settings["data"]["batch_size"] == 4
-    assert {"generation_config.json", "chat_template.jinja", "tokenizer.json"} <= {p.name for p in folder.iterdir()}
-    checkpoint = tmp_path / "out" / "checkpoints" / "last"
-    assert main(["export", f"--ckpt_path={checkpoint}", f"--output_dir={tmp_path / 'exported'}"]) == 0
-    assert "| steps | 5 |" in (tmp_path / "exported" / CARD).read_text()
-    assert yaml.safe_load((tmp_path / "exported" / SETTINGS).read_text())["model"]["learning_rate"] == 0.01
