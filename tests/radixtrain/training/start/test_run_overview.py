@@ -60,7 +60,7 @@ def test_rows_and_what_is_left_out():
 @pytest.mark.parametrize("grouped", [False, 4])
 def test_r_is_that_of_the_steps(monkeypatch, grouped):
     """Of all ranks together, and of one process."""
-    data = SFTData("rows.jsonl", batch_size=16, max_length=2048, max_tokens=2048, group_by_prefix=grouped)
+    data = SFTData("rows.jsonl", batch_size=16, max_length=450, max_tokens=470, group_by_prefix=grouped)
     data.conversations["train"] = corpus_of(96, 3)
     one, four = (f"{r_of_run(data, size):.1f}" for size in (1, 4))
     said = f"about {one} tokens per computed token in this order"
