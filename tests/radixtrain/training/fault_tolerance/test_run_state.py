@@ -77,16 +77,13 @@ def checkpoint(module: RadixModule) -> Checkpoint:
     return Checkpoint(weights, {}, a_run(model=dict(module.hparams), base="0"))
 
 
-def test_what_is_not_exported(checkpoint: Checkpoint, tmp_path: Path, capsys: Any) -> None:
-    """A damaged checkpoint, and into a model that is being written."""
+def test_nothing_is_exported_into_a_model_that_is_being_written(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: Any
+) -> None:
     write_checkpoint(tmp_path / "x", checkpoint)
-    command = ["export", f"--ckpt_path={tmp_path / 'x'}", f"--output_dir={tmp_path / 'new'}"]
     with locked_model(tmp_path / "new", "fit"):
-        assert main(command) == 1
+        assert main(["export", f"--ckpt_path={tmp_path / 'x'}", f"--output_dir={tmp_path / 'new'}"]) == 1
     assert f"error: {tmp_path / 'new'} is in use by" in capsys.readouterr().err
-    (tmp_path / "x" / "model.safetensors").write_bytes(b"")
-    assert main(command) == 1
-    assert "x: model.safetensors is damaged: its checksum is not the one in checksums.txt" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
