@@ -77,6 +77,7 @@ def test_an_error_is_told_once(fit, before, flags, said):
 
 def test_a_folder_that_holds_a_run_is_refused_before_ranks_start(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("radixtrain.commands.fit.launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("radixtrain.commands.fit.quiet", lambda speaks: None)  # it would last in this process
     (tmp_path / "out" / "model").mkdir(parents=True)
     (tmp_path / "out" / "model" / "config.json").touch()
     assert main(arguments(trainer__devices=2, trainer__accelerator="cpu")) == 1
