@@ -228,3 +228,19 @@ def test_predict_that_is_stopped_leaves_nothing(
     assert main(arguments("predict", data__predict_file=shop / "validation.jsonl", data__batch_size=2)) == 143
     assert "stopped by SIGTERM; nothing was saved" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() or not [*(tmp_path / "out").glob("*predictions*")]
+
+
+@FULL
+def test_a_killed_worker(arguments: Arguments, at_step: Any, tmp_path: Path, capsys: Any) -> None:
+    from multiprocessing import active_children
+
+    def kill() -> None:
+        worker = active_children()[0]
+        worker.kill()
+        worker.join()
+
+    at_step(3, kill)
+    flags = {"data__dataloader_num_workers": 1, "save_every_steps": 1, "trainer__max_epochs": 20}
+    assert main(arguments(**flags)) == 1
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("error: a DataLoader worker") and "The last checkpoint is" in message
