@@ -161,8 +161,12 @@ def _check_unread(feature: Mapping[str, Any], where: str) -> None:
     """
     for name in feature.keys() - KNOWN:
         leaf = _first_leaf(feature[name])
-        is_empty = leaf is None or (hasattr(leaf, "__len__") and not len(leaf))  # other features of the data have some
-        if not (is_empty if name in _MEDIA else leaf is None or isinstance(leaf, _METADATA)):
+        if name in _MEDIA:  # other features of the data have some
+            has_length = hasattr(leaf, "__len__") and getattr(leaf, "ndim", None) != 0
+            is_ignored = leaf is None or (has_length and not len(leaf))
+        else:
+            is_ignored = leaf is None or isinstance(leaf, _METADATA)
+        if not is_ignored:
             raise DataError(
                 where,
                 f"{name} ({type(feature[name]).__name__}) is not read by a RadixCollator, and a model or loss that "

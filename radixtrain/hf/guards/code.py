@@ -233,16 +233,14 @@ def code_in(
         if callable(value)
     ]
     experts = ALL_EXPERTS_FUNCTIONS.get(getattr(decoder.config.get_text_config(), "_experts_implementation", None))
+    of_classes = [
+        vars(each)[name] for kind in {*map(type, reached)} for each in kind.__mro__ for name in CALLED & {*vars(each)}
+    ]
     state = (
-        *map(id, [*reached, *map(type, reached), *functions, experts]),
-        *(
-            id(vars(each)[name])
-            for kind in {*map(type, reached)}
-            for each in kind.__mro__
-            for name in CALLED & {*vars(each)}
-        ),
-        *(ref(each) if isinstance(each, FUNCTIONS) else id(each) for each in placed),
-        *sorted({id(getattr(each, "__code__", type(each))) for _, those in hooked for each in _functions(*those)}),
+        *map(id, [*reached, *map(type, reached)]),
+        *map(ref, functions),
+        *map(_identity, [experts, *of_classes, *placed]),
+        frozenset(_origin(each) for _, those in hooked for each in _functions(*those)),
         *(f"{getattr(each, ADAPTERS)} {each.disable_adapters}" for each in inner if hasattr(type(each), ADAPTERS)),
         *((each.extra_repr(), *values_of(each)) for each in found),
         *(each.scale_grad_by_freq for each in inner if isinstance(each, nn.Embedding)),
@@ -253,17 +251,32 @@ def code_in(
 
 
 def values_of(module: nn.Module) -> Iterator[object]:
-    """Yield the settings and functions that a module holds: no counts, which a pass may change.
-
-    Functions as weak references: one may hold the model, which whoever keeps the values would then keep too.
-    """
+    """Yield the settings and functions that a module holds: no counts, which a pass may change."""
     for value in vars(module).values():
         if type(value) in (bool, float, str):
             yield value
-        elif isinstance(value, FUNCTIONS):
-            yield ref(value)
         elif callable(value):
-            yield id(value)
+            yield _identity(value)
+
+
+def _identity(value: object) -> Hashable:
+    """Return what tells a function from every other one, also from one that gets its address after it is gone.
+
+    A weak reference: a function may hold the model, which whoever keeps the identity would then keep too.
+    """
+    return ref(value) if isinstance(value, FUNCTIONS) else id(value)
+
+
+def _origin(function: Any) -> tuple[Any, str, bool]:
+    """Return by what a function, object or class is known: its code or class, where that is from, if it is declared.
+
+    A program may register a hook anew for every call, each a function of its own, with the same code.
+    """
+    kind = function if isinstance(function, type) else type(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return kind, str(kind.__module__), kind in _POSITION_WISE
+    return code, str(function.__globals__.get("__name__")), function in _POSITION_WISE
 
 
 def _is_own(kind: type, files: Collection[str], classes: Collection[type]) -> bool:
@@ -316,13 +329,11 @@ def _unknown(functions: Iterable[Any], known: Collection[str]) -> str | None:
     """Name the first function, object or class that no known package defines."""
     for function in functions:
         # A wrapper copies the names of what it wraps, but not its code, the code's globals, or its class.
-        code, kind = getattr(function, "__code__", None), function if isinstance(function, type) else type(function)
-        module = str(kind.__module__ if code is None else function.__globals__.get("__name__"))
-        package = module.partition(".")[0]
-        is_known = package in known and not module.startswith(READ_TOKENS)
-        is_known = is_known or (kind if code is None else function) in _POSITION_WISE
-        if not (is_known or (code is not None and {*code.co_names} == {"requires_grad_"})):
-            return f"{module}.{kind.__qualname__ if code is None else code.co_qualname}"
+        code, module, is_declared = _origin(function)
+        is_known = module.partition(".")[0] in known and not module.startswith(READ_TOKENS)
+        is_class = isinstance(code, type)
+        if not (is_known or is_declared or (not is_class and {*code.co_names} == {"requires_grad_"})):
+            return f"{module}.{code.__qualname__ if is_class else code.co_qualname}"
     return None
 
 

@@ -124,6 +124,8 @@ def verdict_of(
     if (recorded := why_recorded()) is not None:
         return Verdict(recorded)
     decoder = text_decoder_of(backbone)
+    if drew and number_that_draws(decoder, allowed)[0]:  # a layer that is left out seldom does not show in a trial
+        return Verdict(f"{type(decoder).__name__} {DRAWS}")
     code = code_in(model, decoder, head, **reached)
     numbers = [value for each in decoder.modules() for value in values_of(each)] if drew else ()
     key = code.state, backbone is decoder, _arithmetic(decoder), *allowed, *numbers
@@ -137,7 +139,7 @@ def verdict_of(
             return Verdict(judged.refused)
         if ROWS.shape not in judged.verdicts:
             if not _is_whole(decoder):
-                return _untried_verdict(decoder, judged.tried, drew and bool(number_that_draws(decoder, allowed)[0]))
+                return _untried_verdict(decoder, judged.tried)
             judged.verdicts[ROWS.shape] = _first_verdict(backbone, head, progress, allowed, drew, bool(judged.tried))
         forks = judged.verdicts[ROWS.shape].forks
         if not judged.covers(shape):
@@ -150,14 +152,14 @@ def verdict_of(
     return Verdict(reason and f"{judged.tried or type(decoder).__name__} {reason}", forks)
 
 
-def _untried_verdict(decoder: nn.Module, other_code: str, draws: bool) -> Verdict:
+def _untried_verdict(decoder: nn.Module, other_code: str) -> Verdict:
     """Return the verdict on weights that are not whole in this process."""
     if other_code:
         return Verdict(f"{other_code} cannot be tried, because the weights are not whole in this process")
     if decoder not in _untried and mixers_of(decoder):
         _untried.add(decoder)
         _say_whole(decoder, "its weights are not whole in this process, so forks cannot be tried")
-    return Verdict(f"{type(decoder).__name__} {DRAWS}" if draws else None)
+    return Verdict(None)
 
 
 def _first_verdict(

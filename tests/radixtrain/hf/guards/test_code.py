@@ -323,6 +323,50 @@ def test_code_declared_position_wise_is_shared(tiny_qwen3: Callable[..., Any], n
     assert not sharing_report(model).num_shared
 
 
+def hook_of(edit: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda module, args, output: edit(output)
+
+
+def test_a_declaration_is_of_one_function(tiny_qwen3: Callable[..., Any]) -> None:
+    """Not of another one with the same code; and it counts from the next call on."""
+    model = share_prefixes(tiny_qwen3(), min_ratio=0.0)
+    report, mlp = sharing_report(model), model.model.layers[1].mlp
+    for edit, num_shared in ((double, 1), (steered, 1), (double, 2)):
+        hook = hook_of(edit)
+        with mlp.register_forward_hook(position_wise(hook) if edit is double else hook):
+            model(input_ids=IDS, labels=IDS, use_cache=False)
+        assert report.num_shared == num_shared
+    late = hook_of(double)
+    with mlp.register_forward_hook(late):
+        model(input_ids=IDS, labels=IDS, use_cache=False)
+        assert (report.num_shared, sum(report.not_shared.values())) == (2, 2)
+        position_wise(late)
+        model(input_ids=IDS, labels=IDS, use_cache=False)
+    assert report.num_shared == 3
+
+
+def test_a_function_at_the_address_of_another_is_another(
+    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPython gives an address anew at once."""
+    model, original = share_prefixes(tiny_qwen3(), min_ratio=0.0), Qwen3MLP.forward
+
+    def forward_of(edit: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+        return lambda self, x: edit(original(self, x))
+
+    def run(forward: Callable[..., Tensor]) -> int:
+        with monkeypatch.context() as patch:
+            patch.setattr(Qwen3MLP, "forward", forward)
+            model(input_ids=IDS, labels=IDS, use_cache=False)
+        return id(forward)
+
+    address = run(position_wise(forward_of(double)))
+    gc.collect()
+    others = [forward_of(steered) for _ in range(10_000)]
+    run(next(each for each in others if id(each) == address))
+    assert sharing_report(model).num_shared == 1
+
+
 def test_an_object_cannot_be_declared_position_wise() -> None:
     with pytest.raises(TypeError, match="takes a function or a class, but got an object of SiLU"):
         position_wise(nn.SiLU())

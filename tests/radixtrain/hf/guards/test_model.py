@@ -389,6 +389,15 @@ def test_numbers_that_are_drawn_for_nothing(model_class: str) -> None:
         of_calls(model)
 
 
+def test_a_layer_that_is_left_out_seldom_is_refused() -> None:
+    """Whether or not it was in the three passes of a trial."""
+    for seed in range(8):
+        model = share_prefixes(tiny_model("OPTForCausalLM", layerdrop=0.05))
+        torch.manual_seed(seed)
+        with pytest.raises(UserError, match=rf"{DRAWS} \(layerdrop=0.05\)"):
+            of_calls(model)
+
+
 def test_a_trajectory_with_and_without_the_trial(
     tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
