@@ -186,16 +186,12 @@ def merged_pieces(
         (q,), (k, v) = rows_of(piece.q_rows, q_UNH), rows_of(piece.k_rows, *keys)
         merge_piece(merged, lse, piece.q_rows, *kernel.forward(q, k, v, piece.ragged, scoring.without_window))
     if sinks_N is not None:
-        merge_sinks(merged, lse, sinks_N)
+        fused(fold_sinks, merged, lse.t(), sinks_N)
     return merged.to(q_UNH.dtype), lse
 
 
-def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Fold the sinks (N,) into `out` (U, N, H) and `lse` (N, U), in place."""
-    fused(_fold_sinks, out, lse.t(), sinks)
-
-
-def _fold_sinks(out_UNH: Tensor, lse_UN: Tensor, sinks_N: Tensor) -> None:
+def fold_sinks(out_UNH: Tensor, lse_UN: Tensor, sinks_N: Tensor) -> None:
+    """Fold the sinks into outputs and log-sum-exps, in place."""
     sinks_N = sinks_N.to(lse_UN.dtype)
     weight_UN1 = _once(torch.sigmoid(lse_UN - sinks_N))[..., None]
     lse_UN.copy_(torch.logaddexp(lse_UN, sinks_N))

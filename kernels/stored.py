@@ -77,12 +77,13 @@ def attention_to_own(
     """
     looping = kernel if isinstance(kernel, LoopingKernel) else EagerKernel()
     (number, num_keys, num_heads), num_new = k_BJKH.shape[:3], len(q_UNH) // len(k_BJKH)
-    q_BTGKH = q_UNH.view(number, num_new, num_heads, -1, q_UNH.shape[-1]).transpose(2, 3)
-    num_groups = q_BTGKH.shape[2]
+    q_BKTGH = q_UNH.view(number, num_new, num_heads, -1, q_UNH.shape[-1]).transpose(1, 2)
+    num_groups = q_BKTGH.shape[3]
     if num_new > 1:  # one row of a mask holds for all queries
         mask = mask.repeat_interleave(num_groups, 2)
     part = Rectangle(slice(0, num_new * num_groups), slice(0, num_keys), mask)
-    out, lse = looping.part_forward(q_BTGKH.flatten(1, 2), k_BJKH, v_BJKH, part, scoring)
-    out_UNH = out.unflatten(1, (num_new, num_groups)).transpose(2, 3).flatten(2, 3).flatten(0, 1)
+    keys = k_BJKH.transpose(1, 2), v_BJKH.transpose(1, 2)
+    out, lse = looping.part_forward(q_BKTGH.flatten(2, 3), *keys, part, scoring)
+    out_UNH = out.unflatten(2, (num_new, num_groups)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
     lse_NU = lse.unflatten(2, (num_new, num_groups)).permute(1, 3, 0, 2).flatten(2, 3).flatten(0, 1)
     return out_UNH, lse_NU.contiguous()

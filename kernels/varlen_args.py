@@ -17,8 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-Bounds = tuple[int, int, int, int]  # of one entry: q_start, q_end, k_start, k_end
-
 
 @dataclass(frozen=True)
 class Scoring:
@@ -52,9 +50,8 @@ class Ragged:
     cu_seqlens_q, cu_seqlens_k: (E+1,), int32, on the device of the tensors.
     max_seqlen_q, max_seqlen_k: longest entry, in tokens.
     causal: bottom-right causal inside each entry; otherwise every query sees every key of its entry.
-    bounds: the same bounds as host integers, one for each entry, for kernels that loop.
-    masks: one for each entry, for kernels that loop: None, or (queries, keys), float32, 0 for what is seen and -inf for
-        what is hidden, which then holds in place of `causal`.
+    mask: of a single entry, for kernels that loop: (queries, keys), float32, 0 for what is seen and -inf for what is
+        hidden, which then holds in place of `causal`.
     """
 
     cu_seqlens_q: Tensor
@@ -62,8 +59,7 @@ class Ragged:
     max_seqlen_q: int
     max_seqlen_k: int
     causal: bool
-    bounds: tuple[Bounds, ...] | None = None
-    masks: tuple[Tensor | None, ...] | None = None
+    mask: Tensor | None = None
 
     rectangles: dict[int | None, Any] = field(default_factory=dict, init=False, repr=False)  # by window
 
@@ -76,7 +72,7 @@ class Ragged:
         if cu_seqlens is None:
             cu_seqlens = torch.tensor([[0, num_queries], [0, num_keys]], dtype=torch.int32, device="cpu")
         cu_q, cu_k = cu_seqlens
-        return cls(cu_q, cu_k, num_queries, num_keys, causal=False, bounds=((0, num_queries, 0, num_keys),))
+        return cls(cu_q, cu_k, num_queries, num_keys, causal=False)
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, int, int]:

@@ -40,7 +40,7 @@ from radixtrain.kernels.merge_attention import (
 )
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.stored import Shared, attention_to_own
-from radixtrain.kernels.tree_flex import flex_refusal, flex_tree_attention
+from radixtrain.kernels.tree_flex import flex_refusal, flex_tree_attention, tree_block_mask
 from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_kernel, varlen_refusal
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel, added_to_scores
 from radixtrain.tree.blocks import WITH_BLOCKS
@@ -191,7 +191,8 @@ def _way(layout: TreeLayout, request: Request) -> Callable[..., Tensor]:
     """Return the function of query, key, value and sinks_N that computes a request."""
     choice, scoring, later, is_plain = request
     if choice.strategy == "tree":
-        return partial(flex_tree_attention, mask=layout.block_mask(scoring.window), scoring=scoring)
+        mask = tree_block_mask(layout.row_subtree_ends, layout.row_depths, scoring.window)
+        return partial(flex_tree_attention, mask=mask, scoring=scoring)
     if choice.strategy == "reference":
         return partial(reference_attention, mask_UU=_seen(layout, scoring.window, later is not None), scoring=scoring)
     if is_plain and layout.even_shape is not None:
@@ -217,7 +218,7 @@ def _routed(layout: TreeLayout, request: Request) -> Route:
 
 def _masked(hidden: Tensor) -> Piece:
     """Return the call of all queries onto all keys but the hidden ones. hidden: (queries, keys), bool."""
-    return Piece(slice(None), slice(None), replace(Ragged.whole(*hidden.shape), masks=(added_to_scores(hidden),)))
+    return Piece(slice(None), slice(None), replace(Ragged.whole(*hidden.shape), mask=added_to_scores(hidden)))
 
 
 def _seen(layout: TreeLayout, window: int | None, both_ways: bool) -> Tensor:
@@ -329,11 +330,9 @@ def continued_attention(
 
     Returns (U, N, H), the dtype of query.
     """
-    if not shared:
-        return tree_attention(query, key, value, layout, scale=scale, softcap=softcap, window=window, sinks=sinks)
-    if window is not None:
+    if shared and window is not None:
         return _continued_in_window(query, key, value, layout, shared, depths, Scoring(scale, softcap, window), sinks)
-    options = Options("cascade", "auto", scale, softcap, None, False)
+    options = Options("auto", "auto", scale, softcap, window, False)
     route = _made_once(_routed, query, key, value, None, layout, options)
     first = route_forward(query, key, value, None, route)
     return merged_pieces(query, first, [each.call for each in shared], route.kernel, route.scoring, sinks)[0]

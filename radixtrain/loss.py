@@ -2,7 +2,7 @@
 
 `linear_cross_entropy` is for a head that is one matrix. Head and loss are fused: the `[R, vocabulary]` logits never
 exist as a whole. `logits_cross_entropy` is the same formula for logits that a model computed itself. For a loss of your
-own, such as `clipped_policy_loss`, `linear_logprobs` and `logits_logprobs` give each prediction's log-probability.
+own, such as that of a policy, `linear_logprobs` and `logits_logprobs` give each prediction's log-probability.
 
 R predictor rows, P predictions, D hidden, V vocabulary. The k next tokens of one row share one softmax:
 
@@ -123,38 +123,6 @@ def logits_logprobs(logits: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
     return _Logprobs.apply(logits, None, None, labels, rows)
 
 
-def clipped_policy_loss(
-    logprobs: Tensor,
-    advantages: Tensor,
-    loss_weights: Tensor,
-    old_logprobs: Tensor | None = None,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-) -> Tensor:
-    """Sum `-w_p min(r_p A_p, clip(r_p, 1 - epsilon, 1 + epsilon_high) A_p)`, r_p = exp(logprob_p - old_logprob_p).
-
-    logprobs: (P,). of the policy that is trained, from `linear_logprobs` or `logits_logprobs`.
-    advantages, loss_weights: (P,), float. A_p and w_p.
-    old_logprobs: (P,), float. by the policy that sampled; None if that is the current policy.
-        Then every ratio is 1, and its gradient is that of the log-probability.
-    epsilon_high: by default epsilon.
-
-    Returns a scalar, a sum and not a mean: divide it by what your trainer divides by, such as `Step.num_labels`. Raises
-    ValueError for tensors that are not all (P,), which would be broadcast, and for an epsilon that is not above 0.
-
-    Source: Proximal Policy Optimization (arXiv 1707.06347), equation 7; two bounds as in DAPO (arXiv 2503.14476).
-    """
-    old = logprobs.detach() if old_logprobs is None else old_logprobs
-    for name, values in (("advantages", advantages), ("loss_weights", loss_weights), ("old_logprobs", old)):
-        if logprobs.ndim != 1 or values.shape != logprobs.shape:
-            raise ValueError(f"{name} must be (P,) as logprobs: got {[*values.shape]} and {[*logprobs.shape]}")
-    if not (0 < epsilon < 1 and (epsilon_high is None or epsilon_high > 0)):
-        raise ValueError(f"epsilon must be in (0, 1) and epsilon_high above 0, got {epsilon} and {epsilon_high}")
-    ratio = (logprobs - old).exp()
-    clipped = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
-    return -(loss_weights * torch.minimum(ratio * advantages, clipped * advantages)).sum()
-
-
 class _CrossEntropy(torch.autograd.Function):
     """Fused cross-entropy, of x, weight, bias, labels, rows, loss_weights.
 
@@ -251,7 +219,7 @@ def _logprobs_and_gradients(
     gradients = [torch.empty_like(x) if needed[0] else None, *sums]
     with torch.autocast(x.device.type, enabled=False):
         for chunk in _chunks_of(x, head[0], labels, rows, loss_weights):
-            logprobs[chunk.places] += _add_gradients(chunk, given, gradients)
+            logprobs += _add_gradients(chunk, given, gradients)
     return logprobs, gradients
 
 
@@ -266,11 +234,9 @@ def _add_gradients(chunk: _Chunk, given: Sequence[Any], gradients: Sequence[Tens
     if any(each is not None for each in gradients):
         factor = torch.zeros_like(sums).index_add_(0, rows, chunk.loss_weights[:, None]) / sums
         fused(_softmax, logits, top, factor)
-        if logits.dtype == top.dtype:
-            logits.index_put_(targets, -chunk.loss_weights, accumulate=True)
-        else:  # a softmax near 1 has lost the digits that 1 leaves of it
-            d_picked = fused(_d_targets, picked, rows, _target_weights(chunk, logits.shape[1]), factor)
-            logits[targets] = d_picked.to(logits.dtype)
+        # Not subtracted from the softmax there: of one near 1 a 16-bit number has lost the digits that 1 leaves of it.
+        d_picked = fused(_d_targets, picked, rows, _target_weights(chunk, logits.shape[1]), factor)
+        logits[targets] = d_picked.to(logits.dtype)
         if d_bias is not None:
             d_bias += logits.sum(0, dtype=d_bias.dtype)
         logits = logits if weight is None else logits.to(weight.dtype)
@@ -341,15 +307,13 @@ def _add_product(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
 
 
 class _Chunk(NamedTuple):
-    """Some predictor rows and their N predictions. It may list other predictions too, at row 0 with weight 0.
+    """Some predictor rows and all P predictions, those of other chunks at row 0 with weight 0.
 
     rows: which of the R.
-    places: (N,), int64, or all. which of the P predictions these are.
-    labels, local_rows, loss_weights: (N,). rows are counted within the chunk.
+    labels, local_rows, loss_weights: (P,). rows are counted within the chunk.
     """
 
     rows: slice
-    places: Tensor | slice
     labels: Tensor
     local_rows: Tensor
     loss_weights: Tensor
@@ -358,25 +322,22 @@ class _Chunk(NamedTuple):
 def _chunks_of(
     x: Tensor, weight: Tensor | None, labels: Tensor, rows: Tensor, loss_weights: Tensor
 ) -> Iterator[_Chunk]:
-    """Cut the R rows into chunks, each with its predictions, which come in any order.
+    """Cut the R rows into chunks; the predictions come in any order.
 
-    If the logits exist already, no product needs many rows. On a device a chunk lists all P, because only the device
-    knows which are its own, and the host must not wait for it. A negative label would count from the end: on the host
-    it raises torch's IndexError, and as V it fails the assertion of the device, as one above does. Listing all P took
-    2 % of the time on a CPU at P = 16,384 and 11 % at 100,000 (V = 4,096, D = 256, 128 rows a chunk).
+    If the logits exist already, no product needs many rows. A chunk lists all P, because only the device knows which
+    are its own, and the host must not wait for it: 2 % of the time on a CPU at P = 16,384 (V = 4,096, D = 256, 128 rows
+    a chunk). A negative label would count from the end: on the host it raises torch's IndexError, and as V it fails the
+    assertion of the device, as one above does.
     """
     vocab_size, hidden_size = (x.shape[1], 0) if weight is None else weight.shape
-    on_host, is_outside = _on_host(rows), (labels < 0) | (labels >= vocab_size)
-    if on_host and is_outside.any():
+    is_outside = (labels < 0) | (labels >= vocab_size)
+    if _on_host(labels) and is_outside.any():
         raise IndexError(f"Target {int(labels[is_outside][0])} is out of bounds.")
     labels = torch.where(is_outside, vocab_size, labels)
     size = _rows_per_chunk(len(x), vocab_size, hidden_size, x.device)
     for start in range(0, len(x), size):
         inside = (rows >= start) & (rows < start + size)
-        places = inside.nonzero()[:, 0] if on_host else slice(None)
-        inside, local_rows = inside[places], rows[places] - start
-        weights = loss_weights[places] * inside
-        yield _Chunk(slice(start, start + size), places, labels[places], local_rows * inside, weights)
+        yield _Chunk(slice(start, start + size), labels, (rows - start) * inside, loss_weights * inside)
 
 
 def _on_host(x: Tensor) -> bool:

@@ -102,20 +102,13 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/hooks.py": {
         "torch._dynamo.maybe_mark_dynamic": "keeps the second batch from compiling layers again",
-        "torch.nn.Module._forward_pre_hooks": (
-            "finds our hooks, on copies of a head too, those by which PEFT gives each row an adapter, and a user's"
-        ),
+        "torch.nn.Module._forward_pre_hooks": ("finds our hooks, on copies of a head too, and a user's"),
         "torch.nn.Module._forward_pre_hooks_with_kwargs": "is the option of a hook, which goes with it",
         "torch.nn.Module._forward_hooks": "finds our hooks, and a user's, which empty a cache",
         "torch.nn.Module._forward_hooks_with_kwargs": "is the option of a hook, which goes with it",
         "torch.nn.Module._forward_hooks_always_called": "is the option of a hook, which goes with it",
     },
-    "radixtrain/hf/padded/calls.py": {
-        "torch.nn.Module._is_replica": "tells a copy that DataParallel made",
-        "torch.nn.Module._forward_pre_hooks": (
-            "finds our hooks, on copies of a head too, those by which PEFT gives each row an adapter, and a user's"
-        ),
-    },
+    "radixtrain/hf/padded/calls.py": {"torch.nn.Module._is_replica": "tells a copy that DataParallel made"},
     "radixtrain/hf/padded/causes.py": {
         "torch.nn.Module._forward_pre_hooks": "tells an embedding that only looks up from one with a hook",
         "torch.nn.Module._forward_hooks": "tells an embedding that only looks up from one with a hook",
@@ -143,6 +136,7 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.Tensor._version": "tells whether hidden states or logits were changed in place",
         "torch._functorch.utils.unwrap_dead_wrappers": "is what every autograd.Function does with what it gets",
         "torch._C._are_functorch_transforms_active": "says whether torch.func transforms what reads the tensor",
+        "torch._C._set_throw_on_mutable_data_ptr": "makes an error of C code that takes the memory of such a tensor",
         "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for its shape and dtype",
     },
     "radixtrain/hf/recurrent.py": {

@@ -155,7 +155,7 @@ class TestPicture:
 
 class TestSnippets:
     def test_the_program_trains_as_without_its_line(self, shop: Path, tmp_path: Path) -> None:
-        (program,) = blocks_of("README.md", "python")
+        _, program = blocks_of("README.md", "python")
         places = {"Qwen/Qwen3-0.6B": f"{shop}/model", "runs/mood": f"{tmp_path}", "float32": "float64"}
         for printed, place in places.items():
             program = program.replace(printed, place)

@@ -14,7 +14,7 @@ from radixtrain.settings.fields import Key, fields_of
 
 CONFIG = Key("config", "a YAML file", "", "a file with these keys; later arguments override it.")
 PRINT = Key("print_config", "", "", "print every key with its value, without running.")
-# Keys of Lightning's trainer that most runs need, with their defaults; `--help trainer` shows the rest.
+# Keys of the section `trainer` that most runs need; `--help trainer` shows the rest.
 TRAINER = tuple(f"trainer.{name}" for name in ("max_epochs", "max_steps", "precision", "val_check_interval", "logger"))
 SECTIONS = ("model", "data", "evaluate_generation")
 WIDEST = 120
@@ -22,14 +22,14 @@ INDENT = 42  # column in which explanations begin
 
 
 def all_keys(command: str) -> tuple[Key, ...]:
-    """List every key of a command, those without a section first, those of Lightning's trainer last."""
+    """List every key of a command, those without a section first, those of the section `trainer` last."""
     keys = [key for key in fields_of(OF_COMMAND[command]) if not key.filled_by]
     top = [key for key in keys if "." not in key.name]
     return (CONFIG, *top, *([PRINT] if len(top) < len(keys) else []), *keys[len(top) :])
 
 
 def keys_of(command: str) -> tuple[Key, ...]:
-    """List the keys that the page of a command shows: all but those of Lightning's trainer."""
+    """List the keys that the page of a command shows: all but those of the section `trainer`."""
     return tuple(key for key in all_keys(command) if key.help and not key.name.startswith("trainer."))
 
 

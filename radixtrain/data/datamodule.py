@@ -1,4 +1,4 @@
-"""`SFTData`: optimizer steps for Lightning's loops. The plans are built in the DataLoader workers."""
+"""`SFTData`: optimizer steps for `fit` and for Lightning's trainer. The plans are built in the DataLoader workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from radixtrain.settings.sections import DataSettings, Files
 
 
 class SFTData(StepData, L.LightningDataModule):
-    """A `StepData` for Lightning's trainer: its loaders, and its state in a checkpoint."""
+    """A `StepData` with its loaders, and its state in a checkpoint of Lightning's trainer."""
 
     hparams: Any  # Lightning's own type has no attributes
 

@@ -105,7 +105,7 @@ def _check_message(message: object, name: str, where: str) -> Message:
     role = SPEAKERS[speaker]
     name = f"{name} (role {speaker!r})"
     if speaker in CALLS:
-        given["tool_calls"], content = _called(content, name, where), None
+        given["tool_calls"], content = _calls_of(content, name, where), None
     return _checked({"role": role, "content": content, **given}, name, where)
 
 
@@ -143,7 +143,7 @@ def thought(value: object) -> object:
     return "".join(texts) if parts and len(texts) == len(parts) else value
 
 
-def _called(content: object, name: str, where: str) -> list[Any]:
+def _calls_of(content: object, name: str, where: str) -> list[Any]:
     """Return the calls of a turn of ShareGPT's function_call, whose text is their JSON."""
     calls = _parse(content, name, "expected the JSON of a call", where) if isinstance(content, str) else content
     return calls if isinstance(calls, list) else [calls]

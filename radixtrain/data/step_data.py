@@ -162,7 +162,7 @@ class StepData:
     """Chats, prompt/completion pairs, plain text or tokens from files or data sets of many kinds.
 
     Rows are tokenised in parallel, once: the tokens are kept on disk, where later runs find them. `report` and
-    `inspect` need no more than this; `SFTData` hands the steps to Lightning.
+    `inspect` need no more than this; `SFTData` has the loaders of a training run.
     """
 
     def __init__(self, settings: DataSettings):

@@ -193,7 +193,7 @@ class StepSampler(Sampler[list[int]]):
         return generator.permutation(indices) if self.grouping is None else self.grouping.draw(indices, generator)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch; Lightning calls this at the start of every epoch."""
+        """Set the epoch, at its start."""
         self.epoch = epoch
 
 

@@ -40,7 +40,7 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
     yield _title(f"{found.content.where}: row {found.number:,} of data.{found.split}_file")
     try:
         content = found.content.read()
-        yield _named(content.fields, full)
+        yield _show_columns(content.fields, full)
     except DataError as error:
         if isinstance(found.content.content, bytes):
             yield _indented(_shortened(found.content.content.decode("utf-8", "backslashreplace"), full))
@@ -51,7 +51,7 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
         fields = encoder.standard(content).fields
         yield _title(f"taken as: {', '.join(fields)}")
         if content.fields | fields != content.fields:
-            yield _named(fields, full)
+            yield _show_columns(fields, full)
     items = encoder.drafts(content, report := EncodeReport())
     if report.unused_columns:
         yield _indented(Text(f"not read: {', '.join(sorted(report.unused_columns))}", style=STYLE_OF_ERROR))
@@ -75,10 +75,10 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
         what = f"{report.num_long_samples} of {len(items)} samples over max_length {encoder.max_length}"
         yield Text(f"{what}, with excess_length_strategy: {encoder.excess_length_strategy}", style=STYLE_OF_ERROR)
     if kept and found.split == "train":
-        yield from _computed(data, found.content.where)
+        yield from _show_place(data, found.content.where)
 
 
-def _named(fields: Mapping[str, object], full: bool) -> RenderableType:
+def _show_columns(fields: Mapping[str, object], full: bool) -> RenderableType:
     """Show the value of each column after its name, and for a list of messages its turns."""
     written = partial(json.dumps, ensure_ascii=False, default=str)
     table = Table.grid(padding=(0, 2))
@@ -93,7 +93,7 @@ def _named(fields: Mapping[str, object], full: bool) -> RenderableType:
     return _indented(table)
 
 
-def _computed(data: StepData, where: str) -> Iterator[RenderableType]:
+def _show_place(data: StepData, where: str) -> Iterator[RenderableType]:
     """Name its places in the first epoch. The other rows of the file are read for this, and may be refused."""
     yield _title("computed, in the first epoch")
     try:

@@ -157,7 +157,7 @@ class PromptCall(StoredCall):
         self.stored.append(LayerRows(key, value))
         shared = []
         for node, readers in self.readers.items():
-            keys, values = node.rows.layers[len(self.calls)]
+            keys, values = node.rows.layers[len(self.ran)]
             shared.append(Shared(readers, keys, values, self.places[node]))
         del scoring["both_ways"]  # only images attend so
         how = {"depths": self.depths, "window": window, **scoring}

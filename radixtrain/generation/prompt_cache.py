@@ -193,7 +193,7 @@ class RowsCall(StoredCall):
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Attend to what is stored of each row."""
         del scoring["both_ways"]  # only images attend so
-        return self.cache.attend(len(self.calls), heads, window, **scoring)
+        return self.cache.attend(len(self.ran), heads, window, **scoring)
 
     def end(self, output: Any) -> Any:
         """Return the output of the model with the logits of each row, (B, 1, V), and its cache."""

@@ -22,8 +22,8 @@ def recomputes(index: int, num_recomputed: int, num_layers: int) -> bool:
 
     The last one is the first to keep its activations: they are used as soon as the backward pass begins.
     """
-    kept = num_layers - num_recomputed
-    return (num_layers - 1 - index) * kept % num_layers >= kept
+    num_stored = num_layers - num_recomputed
+    return (num_layers - 1 - index) * num_stored % num_layers >= num_stored
 
 
 def recompute(model: Any, share: float) -> None:

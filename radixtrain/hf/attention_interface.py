@@ -39,7 +39,7 @@ from transformers.masking_utils import (
 from radixtrain.attention import launched_in_graphs, tree_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import is_text
-from radixtrain.hf.modules import attends, eager_places, interfaces_of, name_of
+from radixtrain.hf.modules import attends, eager_slots, interfaces_of, name_of
 from radixtrain.hf.padded.places import Places
 from radixtrain.hf.recurrent import tree_runs
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
@@ -67,12 +67,12 @@ class Call:
 
     layout: which rows see which. kernel: of the attention. window_may_bind: whether a layer may hide a part of a row's
         past.
-    calls: the id of every attention module that ran. both_ways: of those in which rows see later ones of their block.
+    ran: the id of every attention module that ran. both_ways: of those in which rows see later ones of their block.
     """
 
     def __init__(self, layout: TreeLayout | Extent, kernel: str, window_may_bind: bool) -> None:
         self.layout, self.kernel, self.window_may_bind = layout, kernel, window_may_bind
-        self.calls: list[int] = []
+        self.ran: list[int] = []
         self.both_ways: list[int] = []
 
     in_graph = False  # whether layers may attend in a compiled graph
@@ -89,11 +89,11 @@ class Call:
         """
         # DiffLlama calls its attention twice a layer; a model that runs one layer twice has fewer modules than layers.
         in_graphs = launched_in_graphs(self.layout) if isinstance(self.layout, TreeLayout) else 0
-        number = len(self.calls) + in_graphs
-        all_ran = num_layers in (None, number, len(set(self.calls))) or (in_graphs and number % num_layers == 0)
+        number = len(self.ran) + in_graphs
+        all_ran = num_layers in (None, number, len(set(self.ran))) or (in_graphs and number % num_layers == 0)
         if not all_ran:
             raise RuntimeError(
-                f"radix attention ran in {len(set(self.calls)) + in_graphs} of {num_layers} layers of "
+                f"radix attention ran in {len(set(self.ran)) + in_graphs} of {num_layers} layers of "
                 f"{type(backbone).__name__}: the others {others}{untested()}"
             )
         if self.layout.blocks is not None and not self.both_ways:
@@ -183,8 +183,8 @@ STOCK: dict[str, tuple[Attention | None, Callable[..., Any]]] = {
 }
 
 
-class Place(NamedTuple):
-    """A place where layers find a function.
+class Slot(NamedTuple):
+    """Where layers find a function.
 
     mapping, key: it is there. register: puts another one there. stock: transformers' own, None for one of its files.
     around: makes ours of it.
@@ -197,8 +197,8 @@ class Place(NamedTuple):
     around: Callable[[Any], Any]
 
 
-# The places of a decoder, by the name of its attention.
-_places: WeakKeyDictionary[nn.Module, dict[str, list[Place]]] = WeakKeyDictionary()
+# The slots of a decoder, by the name of its attention.
+_slots: WeakKeyDictionary[nn.Module, dict[str, list[Slot]]] = WeakKeyDictionary()
 _TAKING = Lock()  # models may be loaded, and called, in several threads
 _ours: dict[Callable[..., Any], Callable[..., Any]] = {}  # a function of transformers -> ours around it
 
@@ -215,9 +215,9 @@ def take_over(decoder: PreTrainedModel) -> str | None:
     if name == "sdpa" and not isinstance(sdpa, BuiltinFunctionType):
         return f"{_made(sdpa)} replaces torch's own scaled_dot_product_attention"
     with _TAKING:
-        known = _places.setdefault(decoder, {})
+        known = _slots.setdefault(decoder, {})
         if name not in known:
-            known[name] = list(_places_of(decoder, name))
+            known[name] = list(_slots_of(decoder, name))
             # Or a model with our hooks would run code that was compiled for one of its class without them.
             torch._dynamo.config.skip_nnmodule_hook_guards = False
         return next(filter(None, map(_take, known[name])), None)
@@ -228,27 +228,27 @@ def _made(function: object) -> str:
 
 
 def forget_attention(decoder: nn.Module) -> None:
-    """Find the places of a decoder's attention anew at the next call: it may have others now."""
+    """Find the slots of a decoder's attention anew at the next call: it may have others now."""
     with _TAKING:
-        _places.pop(decoder, None)
+        _slots.pop(decoder, None)
 
 
-def _places_of(decoder: PreTrainedModel, name: str) -> Iterator[Place]:
+def _slots_of(decoder: PreTrainedModel, name: str) -> Iterator[Slot]:
     attention, mask = STOCK[name]
-    yield Place(ALL_MASK_ATTENTION_FUNCTIONS, name, AttentionMaskInterface.register, mask, mask_function)
+    yield Slot(ALL_MASK_ATTENTION_FUNCTIONS, name, AttentionMaskInterface.register, mask, mask_function)
     classes: set[type] = {type(module) for path, module in decoder.named_modules() if is_text(path)}
     for module_class in classes:
         if name != "eager":
             for interface in interfaces_of(module_class):
-                yield Place(interface, name, AttentionInterface.register, attention, radix_attention)
+                yield Slot(interface, name, AttentionInterface.register, attention, radix_attention)
         elif attends(module_class):
-            for space, key in eager_places(module_class):
-                yield Place(space, key, space.__setitem__, attention, radix_attention)
+            for space, key in eager_slots(module_class):
+                yield Slot(space, key, space.__setitem__, attention, radix_attention)
 
 
-def _take(place: Place) -> str | None:
-    """Wrap the function in this place, or return why not."""
-    mapping, key, register, stock, around = place
+def _take(slot: Slot) -> str | None:
+    """Wrap the function in this slot, or return why not."""
+    mapping, key, register, stock, around = slot
     found: Any = mapping.get(key)
     if found in _ours.values():
         return None
@@ -378,7 +378,7 @@ def _attend(
     except UserError as error:  # this layer cannot do what was requested
         why = f" attends to the last {window} tokens, and this batch has a sequence of {longest}" if window else ""
         raise UserError(f"{name_of(layer)}{why}: {error}") from None
-    call.calls.append(id(layer))
+    call.ran.append(id(layer))
     if both_ways:
         call.both_ways.append(id(layer))
     return attended

@@ -61,7 +61,7 @@ class CollatedBatches:
         radix = on_device_of_rows(given.pop(RADIX), given)
         layout = own_layout(radix)
         given.update(in_one_row(given, layout))
-        head, allowed = parts.head, self.options.allow_dropout
+        head, allowed = model.get_output_embeddings(), self.options.allow_dropout
         num_rows = layout.num_rows if self.split is None else self._num_own_rows(self.split, radix, layout)
         check_batch(parts, head, layout, given, num_rows, allowed)
         shape = layout.num_sequences, layout.max_seqlen
@@ -111,10 +111,10 @@ class CollatedBatches:
         if call.predictor_indices is None:
             return output
         rows = gather_rows(output[0][0], call.predictor_indices)
-        if not (call.token_loss or is_compiled()):
+        is_watched = not call.token_loss and torch.is_grad_enabled() and (rows.requires_grad or not is_frozen(model))
+        if is_watched and not is_compiled():
             share_fused_heads()
-            if torch.is_grad_enabled() and (rows.requires_grad or not is_frozen(model)):
-                rows = watched(rows, call.place_rows)
+            rows = watched(rows, call.place_rows)
         shape = (1, len(rows)) if call.place_rows is None else call.place_rows.shape
         return with_rows(output, rows.view(*shape, -1))
 

@@ -98,12 +98,12 @@ class BackboneHooks:
     @torch.compiler.disable
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse to keep only some of the rows. PEFT skips this hook; then labels and logits differ in number."""
-        kept = kwargs.get("logits_to_keep")
         if RADIX not in kwargs:
             return
         if self.collated.refused is not None:  # its backbone may receive no sign of it
             raise UserError(self.collated.refused)
-        if isinstance(kept, Tensor) or kept:
+        to_keep = kwargs.get("logits_to_keep")
+        if isinstance(to_keep, Tensor) or to_keep:
             raise UserError(
                 "logits_to_keep cannot be used with a radix batch, whose rows are predictions already; leave it out"
             )

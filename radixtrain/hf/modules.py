@@ -51,7 +51,7 @@ def interfaces_of(module_class: object) -> tuple[AttentionInterface, ...]:
 
 
 @cache
-def eager_places(module_class: object) -> list[tuple[dict[str, Any], str]]:
+def eager_slots(module_class: object) -> list[tuple[dict[str, Any], str]]:
     """List the files, as namespaces, and the names in them where its methods find their own eager attention."""
     return [(space, name) for space, name in _globals(module_class) if name.endswith(EAGER) and name in space]
 

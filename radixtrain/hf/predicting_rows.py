@@ -116,9 +116,11 @@ def labelled_logprobs(batch: Mapping[str, Any], logprobs: Tensor) -> list[tuple[
     labels, radix = batch["shift_labels"].flatten(), radix_of(batch)
     tokens = radix.label_indices
     assert tokens is not None, "merged"
-    kept = labels >= 0
-    order = tokens[kept].argsort(stable=True)
-    columns = (column[kept][order].tolist() for column in (sequences_of(tokens, radix.cu_seqlens), labels, logprobs))
+    labelled = labels >= 0
+    order = tokens[labelled].argsort(stable=True)
+    columns = (
+        column[labelled][order].tolist() for column in (sequences_of(tokens, radix.cu_seqlens), labels, logprobs)
+    )
     return list(zip(*columns, strict=True))
 
 

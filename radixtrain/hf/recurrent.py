@@ -181,14 +181,14 @@ def run_on_tree(module: nn.Module, forward: Callable[..., Any], given: Mapping[s
     """
     cache = cache_argument(module)
     given = {name: None if MASK.search(name) else value for name, value in given.items() if name not in CACHE}
-    kept: list[States] = []
+    final: list[States] = []
     outputs = []
     rows, parents = _split(runs)
     for call, rows_of_call, parents_of_call in zip(runs.calls, rows, parents, strict=True):
-        states = ForkedStates(_past(kept, call, parents_of_call)) if call.keeps or call.sources else None
+        states = ForkedStates(_past(final, call, parents_of_call)) if call.keeps or call.sources else None
         inputs = {name: _rows_of(value, rows_of_call, call, len(runs.places)) for name, value in given.items()}
         outputs.append(forward(**{**inputs, cache: states}))
-        kept.append(states.final if states is not None and call.keeps else {})
+        final.append(states.final if states is not None and call.keeps else {})
     return _joined(outputs, runs)
 
 
@@ -198,12 +198,12 @@ def _split(runs: RunLayout) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     return runs.rows.split([call.num_runs * call.length for call in runs.calls]), runs.parents.split(from_states)
 
 
-def _past(kept: Sequence[States], call: RunCall, parents: Tensor) -> States:
+def _past(final: Sequence[States], call: RunCall, parents: Tensor) -> States:
     """Return the states that the runs of a call start from. `gather_rows` sums the gradients of children in order."""
     numbers = parents.split([number for _, number in call.sources])
     past: dict[tuple[str, int], list[Tensor]] = {}
     for (source, _), places in zip(call.sources, numbers, strict=True):
-        for kind, states in kept[source].items():
+        for kind, states in final[source].items():
             past.setdefault(kind, []).append(gather_rows(states, places))
     return {kind: torch.cat(states) if len(states) > 1 else states[0] for kind, states in past.items()}
 

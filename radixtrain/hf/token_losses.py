@@ -29,7 +29,6 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.radix_inputs import RADIX
 
@@ -86,7 +85,7 @@ class _Watched(torch.autograd.Function):
 @torch.compiler.disable  # reads the graph
 def for_token_loss(source: Tensor) -> Tensor:
     """Return the tensor for a loss over tokens: its source rows accept that gradient if they get no other."""
-    watch = None if type(source) is SpreadRows else _watch_above(source)  # those are of an ordinary batch
+    watch = None if hasattr(source, "place_rows") else _watch_above(source)  # a `SpreadRows` is of an ordinary batch
     if watch is None or tuple(source.shape[:-1]) not in watch.shapes:
         return source
     source.register_hook(watch.compare)

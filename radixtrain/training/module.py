@@ -1,4 +1,4 @@
-"""`RadixModule`: a Hugging Face causal language model under Lightning, one optimizer step per DataLoader item."""
+"""`RadixModule`: a Hugging Face causal language model as a LightningModule, one optimizer step per DataLoader item."""
 
 from __future__ import annotations
 

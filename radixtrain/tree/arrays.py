@@ -32,12 +32,10 @@ def cumulative(lengths: IntArray) -> IntArray:
 
 
 def concatenate_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
-    """Concatenate the ranges [start, start + length), none of them empty."""
-    ends = np.add.accumulate(lengths)
-    steps = np.ones(ends[-1] if len(ends) else 0, dtype=np.int64)
-    steps[:1] = starts[:1]
-    steps[ends[:-1]] = starts[1:] - starts[:-1] - lengths[:-1] + 1
-    return np.add.accumulate(steps, out=steps)
+    """Concatenate the ranges [start, start + length)."""
+    bounds = cumulative(lengths)
+    ranges: IntArray = np.arange(bounds[-1]) + np.repeat(starts - bounds[:-1], lengths)
+    return ranges
 
 
 def back_to_back(sequences: Sequence[IntArray]) -> tuple[IntArray, IntArray]:

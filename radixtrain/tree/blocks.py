@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -61,9 +60,8 @@ class BlockLayout:
         """Make the call of every row onto the later ones of its block."""
         bounds = cumulative(np.array(self.lengths))
         cu_seqlens = torch.from_numpy(bounds.astype(np.int32)).to(self.queries.device, non_blocking=True)
-        of_entries = tuple((start, end, start, end) for start, end in pairwise(bounds.tolist()))
         longest = max(self.lengths)
-        ragged = Ragged(cu_seqlens, cu_seqlens, longest, longest, causal=True, bounds=of_entries)
+        ragged = Ragged(cu_seqlens, cu_seqlens, longest, longest, causal=True)
         return Piece(self.queries, self.keys, ragged)
 
     def mask(self) -> Tensor:

@@ -18,47 +18,26 @@ A window cannot be applied: a call does not know how far its keys are.
 Sources: Hydragen (section 3) and FlashInfer's cascade for a call a level; heavy paths are of Sleator and Tarjan (1983).
 `kernels/merge_attention.py` says why the stock backward is exact.
 
-Python integers and NumPy: for a device, calls are made in the DataLoader worker.
+Python integers: calls are made in the DataLoader worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count, islice, pairwise
-from typing import NamedTuple
 
 Entry = tuple[int, int, int, int]  # first query, last + 1, first key, last + 1
 
 
-class Cascade(NamedTuple):
-    """Calls of a plan.
-
-    bounds: the first row of each group of chains that attend to themselves, and U. A group is one chain, which is
-        causal, or several short ones, which are masked by the tree.
-    calls: for each call its entries, by their first query.
-    num_chains: of each group.
-    """
-
-    bounds: list[int]
-    calls: list[list[Entry]]
-    num_chains: list[int]
-
-
-def cascade(starts: Sequence[int], parents: Sequence[int], ends: Sequence[int], most_rows: int = 0) -> Cascade:
-    """Cut a plan into calls.
+def cascade(starts: Sequence[int], parents: Sequence[int], ends: Sequence[int]) -> list[list[Entry]]:
+    """Cut a plan into calls. Returns the entries of each, by their first query; the first call is that of the chains.
 
     starts (S+1), parents (S), ends (S): `segment_starts`, `segment_parents`, `subtree_ends` of the plan.
-    most_rows: of a group of several chains. Masking pairs costs less than a call where calls are a loop.
     """
     chains = _chains(parents)
-    bounds, num_chains = _groups([starts[chain[0]] for chain in chains] + list(starts[-1:]), most_rows)
     calls: list[list[Entry]] = []
     calls_at: dict[int, int] = {}  # the calls, as bits, of the rows that hang on this segment
-    group_ends = iter(bounds[1:])
-    group_end = 0
     for chain in chains:
-        while group_end <= starts[chain[0]]:
-            group_end = next(group_ends)
         places = [segment for segment in chain[:-1] if ends[segment] > ends[segment + 1]]
         used = calls_at.get(parents[chain[0]], 0)
         free = _free_calls(used, len(places).bit_length())
@@ -67,27 +46,15 @@ def cascade(starts: Sequence[int], parents: Sequence[int], ends: Sequence[int], 
         marks = [starts[segment] for segment in (chain[0], *(place + 1 for place in places))]
         for power, call in enumerate(free):
             calls += [[] for _ in range(call + 1 - len(calls))]
-            for first, last, first_key, last_key in _blocks(places, marks, ends, 1 << power):
-                if last > group_end:  # queries of the group see these keys in its mask
-                    calls[call].append((max(first, group_end), last, first_key, last_key))
-    return Cascade(bounds, [sorted(entries) for entries in calls if entries], num_chains)
+            calls[call] += _blocks(places, marks, ends, 1 << power)
+    own = [(starts[chain[0]], starts[chain[-1] + 1]) * 2 for chain in chains]
+    return [own, *map(sorted, calls)]
 
 
 def _chains(parents: Sequence[int]) -> list[range]:
     """Return the segments of each chain: a segment that follows its parent goes on with its chain."""
     firsts = [segment for segment, parent in enumerate(parents) if parent < 0 or parent != segment - 1]
     return [range(first, last) for first, last in pairwise([*firsts, len(parents)])]
-
-
-def _groups(starts: list[int], most_rows: int) -> tuple[list[int], list[int]]:
-    """Return the first row of each group, and U, and how many chains it has: as many as fit, or one."""
-    bounds, sizes = starts[:1], [0] * min(len(starts) - 1, 1)
-    for start, end in pairwise(starts):
-        if sizes[-1] and end - bounds[-1] > most_rows:
-            bounds.append(start)
-            sizes.append(0)
-        sizes[-1] += 1
-    return bounds + starts[1:][-1:], sizes
 
 
 def _free_calls(used: int, number: int) -> list[int]:

@@ -9,33 +9,28 @@ T packed tokens, U unique rows, B sequences, S segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import _disable_current_modes
 
-from radixtrain.kernels.merge_attention import Piece
-from radixtrain.kernels.tree_flex import tree_block_mask
-from radixtrain.kernels.varlen_args import Ragged, added_to_scores
+from radixtrain.kernels.merge_attention import Piece, Rows
+from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 from radixtrain.tree.blocks import BlockLayout
-from radixtrain.tree.chains import Cascade, Entry, cascade
+from radixtrain.tree.chains import Entry, cascade
 from radixtrain.tree.plan import PrefixPlan
 
-# Most rows of a group of chains on the host, whose kernels loop: 84 segments of 64 banking77 rows, most of them a few
-# tokens, would be 104 calls one by one.
-GROUP = 32
 OF_PLAN = ("gather_indices", "inverse_indices", "cu_seqlens", "segment_starts", "subtree_ends")
 OF_PATHS = ("path_keys", "path_cu_seqlens_q", "path_cu_seqlens_k")
-SECTIONS = (*OF_PLAN, *OF_PATHS, "own", "calls", "block_of_row", "block_queries")
-BOUNDS = ("cu_seqlens", "own", *OF_PATHS[1:])  # sections whose longest entry is known on the host
+SECTIONS = (*OF_PLAN, *OF_PATHS, "calls", "block_of_row", "block_queries")
+BOUNDS = ("cu_seqlens", *OF_PATHS[1:])  # sections whose longest entry is known on the host
 WIDTH = 7  # numbers of a call
 Function = Callable[[Tensor], Tensor]
 
@@ -121,7 +116,7 @@ class TreeLayout(Movable):
         numbers, call_rows = _encoded_calls(calls)
         of_blocks = (blocks.block_of_row.numpy(), blocks.queries.numpy()) if blocks else (NO_ROWS, NO_ROWS)
         of_plan = [getattr(plan, name) for name in (*OF_PLAN, *OF_PATHS)]
-        sections = dict(zip(SECTIONS, (*of_plan, np.array(calls.bounds), call_rows, *of_blocks), strict=True))
+        sections = dict(zip(SECTIONS, (*of_plan, call_rows, *of_blocks), strict=True))
         lists = _Host(
             lengths=[len(section) for section in sections.values()],
             longest=[_longest(sections[name]) for name in BOUNDS],
@@ -187,7 +182,7 @@ class TreeLayout(Movable):
     @property
     def shares(self) -> bool:
         """Return whether some row stands for several tokens. Padding adds rows."""
-        return bool(self._host.calls) or self.num_rows < self.num_tokens
+        return len(self._host.calls) > WIDTH or self.num_rows < self.num_tokens
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -212,17 +207,6 @@ class TreeLayout(Movable):
     def ways(self) -> dict[Any, Any]:
         """Return what computes the attention of layers, by what they ask for; filled by `tree_attention`."""
         return {}
-
-    @cached_property
-    def _block_masks(self) -> dict[int | None, BlockMask]:
-        return {}
-
-    def block_mask(self, window: int | None = None) -> BlockMask:
-        """Return the tree mask for FlexAttention, made when the first layer asks. window: None, or one that binds."""
-        if window not in self._block_masks:
-            depths = None if window is None else self.row_depths
-            self._block_masks[window] = tree_block_mask(self.row_subtree_ends, depths, window)
-        return self._block_masks[window]
 
     @cached_property
     def even_shape(self) -> tuple[int, int] | None:
@@ -257,45 +241,7 @@ class TreeLayout(Movable):
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """Return the calls of `cascade`; the first covers every row."""
-        return self.pieces_on_host(GROUP) if self.device.type == "cpu" else self.packed_pieces()
-
-    def packed_pieces(self) -> tuple[Piece, ...]:
-        """Return calls for kernels that take all entries at once."""
-        return self._causal_sections("own", "own"), *self._packed_calls()
-
-    def pieces_on_host(self, most_rows: int) -> tuple[Piece, ...]:
-        """Return calls for kernels that loop: groups of chains, and slices. most_rows: of a group of several chains."""
-        starts, parents, ends = (x.tolist() for x in (*self.segments, self.subtree_ends))
-        cut = cascade(starts, parents, ends, most_rows)
-        groups = zip(pairwise(cut.bounds), cut.num_chains, strict=True)
-        masks = tuple(None if number == 1 else self._mask(*rows) for rows, number in groups)
-        bounds = torch.tensor(cut.bounds, dtype=torch.int32, device="cpu")
-        longest = _longest(np.array(cut.bounds))
-        own = self._causal(bounds, bounds, longest, longest, masks)
-        return own, *(_sliced(entry) for entries in cut.calls for entry in entries)
-
-    def _mask(self, start: int, end: int) -> Tensor:
-        """Make the mask of the rows [start, end), float32: 0 if `k <= q < row_subtree_ends[k]`, else -inf."""
-        rows = torch.arange(start, end, device="cpu")
-        hidden = (rows[:, None] < rows) | (rows[:, None] >= self.row_subtree_ends[start:end])
-        return added_to_scores(hidden)
-
-    def _causal_sections(self, q: str, k: str) -> Piece:
-        of_q, of_k = (self.section(name, torch.int32) for name in (q, k))
-        longest_q, longest_k = (self._host.longest[BOUNDS.index(name)] for name in (q, k))
-        return self._causal(of_q, of_k, longest_q, longest_k)
-
-    def _causal(self, q: Tensor, k: Tensor, longest_q: int, longest_k: int, masks: Any = None) -> Piece:
-        """Make a causal call on all rows. q, k: its bounds, (E+1,), int32."""
-        on_host = None
-        if self.device.type == "cpu":  # on a device, reading them would wait
-            entries = zip(*(pairwise(x.tolist()) for x in (q, k)), strict=True)
-            on_host = tuple((*queries, *keys) for queries, keys in entries)
-        return Piece(slice(None), slice(None), Ragged(q, k, longest_q, longest_k, True, on_host, masks))
-
-    def _packed_calls(self) -> Iterator[Piece]:
-        """Yield the calls onto prefixes of chains as a device takes them."""
+        """Return the calls of `cascade`; the first, of chains onto themselves, covers every row."""
         at = 0
 
         def taken(number: int, dtype: torch.dtype) -> Tensor:
@@ -303,14 +249,22 @@ class TreeLayout(Movable):
             at += number
             return self.section("calls", dtype)[at - number : at]
 
+        def side(entries: int, number: int, longest: int, first: int) -> tuple[Rows, Tensor, int]:
+            bounds = taken(entries + 1, torch.int32)
+            return slice(first, first + number) if first >= 0 else taken(number, torch.int64), bounds, longest
+
+        pieces: list[Piece] = []
         numbers = iter(self._host.calls)
-        for entries, num_q, num_k, max_q, max_k, first_q, first_k in zip(*[numbers] * WIDTH, strict=True):
-            cu_q, cu_k = (taken(entries + 1, torch.int32) for _ in range(2))
-            q_rows, k_rows = (
-                taken(number, torch.int64) if first < 0 else slice(first, first + number)
-                for number, first in ((num_q, first_q), (num_k, first_k))
-            )
-            yield Piece(q_rows, k_rows, Ragged(cu_q, cu_k, max_q, max_k, causal=False))
+        for entries, *sides in zip(*[numbers] * WIDTH, strict=True):
+            q_rows, cu_q, max_q = side(entries, *sides[:3])
+            k_rows, cu_k, max_k = side(entries, *sides[3:])
+            pieces.append(Piece(q_rows, k_rows, Ragged(cu_q, cu_k, max_q, max_k, causal=not pieces)))
+        return tuple(pieces)
+
+    def _causal_sections(self, q: str, k: str) -> Piece:
+        of_q, of_k = (self.section(name, torch.int32) for name in (q, k))
+        longest_q, longest_k = (self._host.longest[BOUNDS.index(name)] for name in (q, k))
+        return Piece(slice(None), slice(None), Ragged(of_q, of_k, longest_q, longest_k, causal=True))
 
     @cached_property
     def blocks(self) -> BlockLayout | None:
@@ -342,28 +296,23 @@ def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.bucketize(token_indices, cu_seqlens[1:].to(token_indices.dtype), right=True)
 
 
-def _encoded_calls(cut: Cascade) -> tuple[list[int], IntArray]:
-    """Return the numbers of the calls, and their bounds and indices. Rows that follow each other need no indices."""
+def _encoded_calls(calls: Sequence[Sequence[Entry]]) -> tuple[list[int], IntArray]:
+    """Return the numbers of the calls, and their bounds and indices. Rows that follow each other need no indices.
+
+    Numbers: of entries, and then for queries and for keys: of rows, the longest entry, the first row, -1 for indices.
+    """
     numbers: list[int] = []
     rows: list[IntArray] = []
-    for entries in cut.calls:
-        q0, q1, k0, k1 = np.array(entries).T
-        firsts, indices = [], []
+    for entries in calls:
+        q0, q1, k0, k1 = np.array(entries, dtype=np.int64).reshape(-1, 4).T
+        numbers.append(len(entries))
         for starts, lengths in ((q0, q1 - q0), (k0, k1 - k0)):
             bounds = cumulative(lengths)
-            is_slice = bool((starts == starts[0] + bounds[:-1]).all())
-            firsts.append(int(starts[0]) if is_slice else -1)
-            indices += [] if is_slice else [concatenate_ranges(starts, lengths)]
-            rows.append(bounds)
-        rows += indices
-        lengths_q, lengths_k = q1 - q0, k1 - k0
-        numbers += [len(entries), *(int(f(x)) for f in (np.sum, np.max) for x in (lengths_q, lengths_k)), *firsts]
-    return numbers, np.concatenate([*rows, np.zeros(0, dtype=np.int64)])
-
-
-def _sliced(entry: Entry) -> Piece:
-    q0, q1, k0, k1 = entry
-    return Piece(slice(q0, q1), slice(k0, k1), Ragged.whole(q1 - q0, k1 - k0))
+            first = int(starts[0]) if len(starts) else 0
+            is_slice = bool((starts - first == bounds[:-1]).all())
+            numbers += [int(bounds[-1]), _longest(bounds), first if is_slice else -1]
+            rows += [bounds] if is_slice else [bounds, concatenate_ranges(starts, lengths)]
+    return numbers, np.concatenate(rows)
 
 
 def _longest(bounds: np.ndarray) -> int:

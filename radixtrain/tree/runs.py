@@ -16,8 +16,7 @@ or more; without it rows are computed again. `RunCost` decides.
 
 Runs are computed in calls of equal shape:
 
-- forks of one level that have the same length, because padding would change the final state. To get equal lengths a
-  fork may be placed some rows before the branch, and the rows after it belong to the runs that continue it;
+- forks of one level that have the same length, because padding would change the final state;
 - last of all the leaves of every level, sorted by length and padded on the right: nothing follows them.
 
 No call has one row after a state, so no fork is shorter than two rows and a leaf of one row is padded: Hugging Face's
@@ -32,7 +31,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise, product
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,7 +44,6 @@ from radixtrain.tree.arrays import IntArray
 SHORTEST_FORK = 2  # rows
 SHORTEST_FROM_STATE = 2  # rows in a call
 MIN_SAVED = (2, 32, 256)  # rows that a fork has to save, to choose from
-MULTIPLES = (1, 16, 64)  # of rows, that the length of a fork may be cut to
 Pieces = tuple[tuple[int, int], ...]  # ranges of rows, [start, end), one after the other on a path
 
 
@@ -132,11 +130,9 @@ def cheapest_runs(segment_starts: IntArray, segment_parents: IntArray, rates: Ru
     rates: what the layers cost; by default `RATES`.
     """
     rates = rates or RATES
-    options: list[tuple[int | None, int]] = [(None, 1)]
-    if (segment_parents >= 0).any():
-        options += product(MIN_SAVED, MULTIPLES)
+    options = (None, *MIN_SAVED) if (segment_parents >= 0).any() else (None,)
     segments = segment_starts.tolist(), segment_parents.tolist()
-    distinct = dict.fromkeys(tuple(_runs(*segments, *option)) for option in options)
+    distinct = dict.fromkeys(tuple(_runs(*segments, min_saved)) for min_saved in options)
     choices = [(runs, _groups(runs, rates)) for runs in distinct]
     runs, groups = min(choices, key=lambda choice: _cost(choice[0], choice[1], rates))
     return _layout(runs, groups, int(segment_starts[-1]))
@@ -146,7 +142,6 @@ def runs_of_segments(
     segment_starts: IntArray,
     segment_parents: IntArray,
     min_saved: int | None,
-    multiple: int = 1,
     rates: RunCost | None = None,
 ) -> RunLayout:
     """Make the runs of a plan with these forks, on the CPU.
@@ -154,10 +149,9 @@ def runs_of_segments(
     segment_starts, segment_parents: (S+1,) and (S,), int64. as in `PrefixPlan`.
     min_saved: rows that a fork must save: its length times the branches after the first. None: no forks at all, each
         leaf's whole path is one run.
-    multiple: lengths of forks are cut to a multiple of this many rows.
     rates: decides which leaves of different lengths share a call; by default `RATES`.
     """
-    runs = tuple(_runs(segment_starts.tolist(), segment_parents.tolist(), min_saved, multiple))
+    runs = tuple(_runs(segment_starts.tolist(), segment_parents.tolist(), min_saved))
     return _layout(runs, _groups(runs, rates or RATES), int(segment_starts[-1]))
 
 
@@ -178,40 +172,27 @@ class _Above(NamedTuple):
 
     run: int
     level: int
-    pieces: Pieces
-    length: int
+    pieces: Pieces = ()
+    length: int = 0
 
 
-def _runs(starts: list[int], parents: list[int], min_saved: int | None, multiple: int) -> Iterator[_Run]:
+def _runs(starts: list[int], parents: list[int], min_saved: int | None) -> Iterator[_Run]:
     """Yield the runs in the order of the segments that end them, so that a run comes after the one it continues."""
     children = Counter(parents)
-    above_children = {-1: _Above(-1, 0, (), 0)}
+    above_children = {-1: _Above(-1, 0)}
     number = 0
     for segment, (parent, own) in enumerate(zip(parents, pairwise(starts), strict=True)):
-        above = above_children[parent]
-        pieces, length = (*above.pieces, own), above.length + own[1] - own[0]
+        run, level, pieces, length = above_children[parent]
+        pieces, length = (*pieces, own), length + own[1] - own[0]
         is_leaf = not children[segment]
-        kept = length if is_leaf else length // multiple * multiple
-        saved = kept * (children[segment] - 1)
-        is_fork = min_saved is not None and not is_leaf and kept >= SHORTEST_FORK and saved >= min_saved
-        if not (is_leaf or is_fork):
-            above_children[segment] = _Above(above.run, above.level, pieces, length)
-            continue
-        first, rest = _split(pieces, kept) if kept < length else (pieces, ())
-        yield _Run(first, kept, above.run, above.level, is_fork)
-        above_children[segment] = _Above(number, above.level + 1, rest, length - kept)
-        number += 1
-
-
-def _split(pieces: Sequence[tuple[int, int]], length: int) -> tuple[Pieces, Pieces]:
-    """Split some ranges into the first `length` rows and the others."""
-    first, rest = [], []
-    for start, end in pieces:
-        cut = min(end, start + length)
-        length -= cut - start
-        first += [(start, cut)] if start < cut else []
-        rest += [(cut, end)] if cut < end else []
-    return tuple(first), tuple(rest)
+        saved = length * (children[segment] - 1)
+        is_fork = min_saved is not None and not is_leaf and length >= SHORTEST_FORK and saved >= min_saved
+        if is_leaf or is_fork:
+            yield _Run(pieces, length, run, level, is_fork)
+            above_children[segment] = _Above(number, level + 1)
+            number += 1
+        else:
+            above_children[segment] = _Above(run, level, pieces, length)
 
 
 def _fork_groups(runs: Sequence[_Run]) -> Iterator[list[int]]:

@@ -139,7 +139,7 @@ def calls_of(case: Case, trees: list[PrefixPlan]) -> Iterator[Ragged]:
     for plan in trees:
         layout = TreeLayout.from_plan(plan)
         if case.window is None:
-            yield from (piece.ragged for piece in layout.packed_pieces())
+            yield from (piece.ragged for piece in layout.pieces)
         yield from (piece.ragged for piece in (layout.paths, layout.sequences))
 
 

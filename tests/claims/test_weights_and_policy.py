@@ -21,7 +21,6 @@ from radixtrain import restore_model, share_prefixes
 from radixtrain.collators.features import packed
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.loss import clipped_policy_loss
 from radixtrain.testing import assert_equivalent, labelled_features
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import float64_throughout, gradients_of
@@ -75,8 +74,7 @@ def shared(model: Any, step: Step, features: Features, is_policy: bool) -> Itera
                 torch.tensor(np.concatenate([features[member][name] for member in members]))[radix.label_indices]
                 for name in ("old_logprobs", "advantages")
             )
-            numbers = (advantages, radix.loss_weights, old)
-            yield clipped_policy_loss(predictions.logprobs(), *numbers, EPSILON, EPSILON_HIGH) / step.num_labels
+            yield -clipped_ratio(predictions.logprobs(), radix.loss_weights, old, advantages) / step.num_labels
         else:
             yield predictions.loss_sum() / step.num_labels
 

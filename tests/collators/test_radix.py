@@ -57,8 +57,7 @@ def test_two_sequences():
                 "path_keys": [0, 1, 2, 0, 1, 3],
                 "path_cu_seqlens_q": [0, 3, 4],
                 "path_cu_seqlens_k": [0, 3, 6],
-                "own": [0, 3, 4],
-                "calls": [0, 1, 0, 2],  # the last row onto the two that both have
+                "calls": [0, 3, 4, 0, 3, 4, 0, 1, 0, 2],  # both ends onto themselves; the last row onto what both have
             },
         },
     }

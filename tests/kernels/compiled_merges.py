@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 
 from radixtrain.kernels import merge_attention
-from radixtrain.kernels.merge_attention import merge_piece, merge_sinks
+from radixtrain.kernels.merge_attention import fold_sinks, merge_piece
 
 config.cpp.simdlen = 1  # no vectors, whose `exp` differs in the last bit
 SIZES = ((700, 300), (400, 390), (330, 330), (90, 1), (70, 20), (900, 800))  # all rows, those of the piece
@@ -30,7 +30,7 @@ def as_on_cuda(function: Callable[..., Any], *tensors: Tensor) -> Any:
 def merged(kind: str, out: Tensor, lse: Tensor, length: int, others: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     out, lse, number = out.clone(), lse.clone(), len(out)
     if kind == "sinks":
-        merge_sinks(out, lse, others[1][:, 0].contiguous())
+        merge_attention.fused(fold_sinks, out, lse.t(), others[1][:, 0].contiguous())
     else:
         rows = slice(number - length, number) if kind == "slice" else torch.arange(number)[-length:].flip(0)
         merge_piece(out, lse, rows, *others)

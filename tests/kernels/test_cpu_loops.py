@@ -8,15 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.kernels.cpu_loops import LONG, STRIP, rectangles_of
+from radixtrain.kernels.cpu_loops import BUNDLE, LONG, STRIP, rectangles_of
 from radixtrain.kernels.varlen_args import Ragged
 
 
-def cut(lengths, causal=True, window=None, masks=None):
+def cut(lengths, causal=True, window=None):
     """lengths: (queries, keys) of each entry."""
     sides = zip(*lengths, strict=True) if lengths else ((), ())
     cu_seqlens = (torch.tensor([0, *accumulate(side)], dtype=torch.int32) for side in sides)
-    return rectangles_of(Ragged(*cu_seqlens, 0, 0, causal, masks=masks), window)
+    longest = (max((each[side] for each in lengths), default=0) for side in (0, 1))
+    return rectangles_of(Ragged(*cu_seqlens, *longest, causal), window)
 
 
 def pairs(parts):
@@ -42,23 +43,37 @@ def expected_pairs(lengths, causal, window):
     return found
 
 
+def shapes(parts):
+    return [(part.queries.stop - part.queries.start, part.keys.stop - part.keys.start) for part in parts]
+
+
 def test_long_causal_entries_are_strips_and_very_long_ones_are_left_to_the_kernel():
     """Strips see what is before them and are about equally high: one query more than one holds is two halves."""
     first, second = cut([(2 * STRIP, 2 * STRIP)])
     assert (first.queries, first.keys) == (slice(0, STRIP), slice(0, STRIP))
     assert (second.queries, second.keys) == (slice(STRIP, 2 * STRIP), slice(0, 2 * STRIP))
     assert (second.mask == 0).int().sum(1).tolist() == list(range(STRIP + 1, 2 * STRIP + 1))
-    halves = [part.queries for part in cut([(STRIP + 1, STRIP + 1)])]
-    assert sorted(each.stop - each.start for each in halves) == [STRIP // 2, STRIP // 2 + 1]
+    assert {queries for queries, _ in shapes(cut([(STRIP + 1, STRIP + 1)]))} == {STRIP // 2, STRIP // 2 + 1}
     (part,) = cut([(LONG, LONG)])
     assert (part.queries, part.causal, part.mask) == (slice(0, LONG), True, None)
     assert not any(part.causal for part in cut([(LONG, LONG + 1)])), "is_causal counts from the top left"
     assert not any(part.causal for part in cut([(LONG, LONG)], window=9))
 
 
+def test_short_entries_that_follow_each_other_are_put_together():
+    """Up to `BUNDLE` queries and keys. A causal one with more keys than queries is a strip."""
+    assert shapes(cut([(3, 3), (2, 2), (BUNDLE - 5, BUNDLE - 5), (1, 1)])) == [(BUNDLE, BUNDLE), (1, 1)]
+    assert shapes(cut([(3, 3), (2, 4), (1, 1)])) == [(3, 3), (2, 4), (1, 1)]
+    assert shapes(cut([(3, 3), (2, 4), (1, BUNDLE)], causal=False)) == [(5, 7), (1, BUNDLE)]
+    (part,) = cut([(2, 2), (1, 1)])
+    assert (part.mask == 0).int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    (part,) = cut([(2, 1), (1, 2)], causal=False)
+    assert (part.mask == 0).int().tolist() == [[1, 0, 0], [1, 0, 0], [0, 1, 1]]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.sampled_from([(0, 0), (1, 1), (3, 3), (2, 5), (70, 70), (70, 90), (140, 140)]), max_size=5),
+    st.lists(st.sampled_from([(0, 0), (1, 1), (3, 3), (2, 5), (12, 12), (70, 70), (70, 90), (140, 140)]), max_size=7),
     st.booleans(),
     st.sampled_from([None, 1, 2, 80]),
 )
@@ -75,4 +90,4 @@ def test_a_call_is_cut_once_for_each_window():
     assert rectangles_of(ragged) is whole and whole[0].mask is not None
     assert rectangles_of(ragged, window=2) is not whole
     assert rectangles_of(ragged, window=2) is rectangles_of(ragged, window=2)
-    assert rectangles_of(replace(ragged, causal=False))[0].mask is None
+    assert (rectangles_of(replace(ragged, causal=False))[0].mask == 0).sum() == 3 * 3 + 2 * 2

@@ -106,7 +106,7 @@ class NothingIsReadBack(TorchDispatchMode):
 def route_of(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: Scoring) -> Route:
     """A strategy with the pieces that it takes on CUDA."""
     if strategy == "cascade":
-        return Route(layout.packed_pieces(), kernel, scoring)
+        return Route(layout.pieces, kernel, scoring)
     if strategy == "path":
         return Route((layout.paths,), kernel, scoring, layout.path_keys)
     return Route((layout.sequences,), kernel, scoring, layout.inverse_indices, layout.gather_indices)

@@ -34,9 +34,8 @@ kernels = pytest.mark.parametrize("kernel", [EagerKernel(), TorchCPUKernel()], i
 
 def ragged(lengths_q: list[int], lengths_k: list[int], causal: bool = False) -> Ragged:
     cu_q, cu_k = ([0, *accumulate(lengths)] for lengths in (lengths_q, lengths_k))
-    bounds = tuple(zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True))
     as_tensors = (torch.tensor(cu, dtype=torch.int32) for cu in (cu_q, cu_k))
-    return Ragged(*as_tensors, max(lengths_q, default=0), max(lengths_k, default=0), causal, bounds)
+    return Ragged(*as_tensors, max(lengths_q, default=0), max(lengths_k, default=0), causal)
 
 
 # Ten rows: 0-2 are the trunk; 3-4 and 5-7 its branches; 8-9 hang below 3-4, and two pieces meet there.
@@ -68,8 +67,9 @@ def union_of(pieces: tuple[Piece, ...], num_rows: int) -> Tensor:
     times = torch.zeros(num_rows, num_rows, dtype=torch.int64)
     for piece in pieces:
         q_rows, k_rows = (torch.arange(num_rows)[x] for x in (piece.q_rows, piece.k_rows))
-        for q0, q1, k0, k1 in piece.ragged.bounds:
-            q, k = q_rows[q0:q1], k_rows[k0:k1]
+        entries_q = q_rows.split(piece.ragged.cu_seqlens_q.diff().tolist())
+        entries_k = k_rows.split(piece.ragged.cu_seqlens_k.diff().tolist())
+        for q, k in zip(entries_q, entries_k, strict=True):
             seen = torch.ones(len(q), len(k), dtype=torch.int64)
             times[q[:, None], k] += seen.tril(len(k) - len(q)) if piece.ragged.causal else seen
     assert times.max() == 1

@@ -16,7 +16,6 @@ from torch.nn.functional import cross_entropy, linear
 from radixtrain import loss as loss_module
 from radixtrain.errors import UserError
 from radixtrain.loss import (
-    clipped_policy_loss,
     linear_cross_entropy,
     linear_logprobs,
     logits_cross_entropy,
@@ -385,7 +384,7 @@ def test_nothing_waits_for_the_device(
         assert [x.grad.shape for x in (hidden, weight, bias)] == [(R, D), (V, D), (V,)]
         logprobs = linear_logprobs(hidden, weight, labels, rows, bias)
         assert logprobs.shape == LABELS.shape
-        clipped_policy_loss(logprobs, weights, weights, logprobs.detach()).backward()
+        (weights * logprobs).sum().backward()
         logits = linear(hidden, weight, bias).detach().requires_grad_()
         logits_cross_entropy(logits, labels, rows, weights).backward()
         assert logits.grad.shape == (R, V)
@@ -596,46 +595,3 @@ class TestOfLogits:
         }[view]
         expected = self.by_torch(strided.contiguous(), LABELS, ROWS, WEIGHTS)
         assert_equal_in_float64(of_logits(strided, LABELS, ROWS, WEIGHTS), expected)
-
-
-class TestClippedPolicyLoss:
-    OLD = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
-    LOGPROBS = OLD + torch.tensor([0.0, 1.0, 1.0, -1.0, -1.0], dtype=torch.float64)  # ratios 1, e, e, 1/e, 1/e
-    ADVANTAGES = torch.tensor([2.0, 1.0, -1.0, 1.0, -3.0], dtype=torch.float64)
-    WEIGHTS = torch.tensor([1.0, 1.0, 2.0, 1.0, 1.0], dtype=torch.float64)
-
-    def test_literally(self) -> None:
-        """A ratio is held where it would gain from going further: 2 at most at e, and 0.75 at least at 1/e."""
-        logprobs = self.LOGPROBS.clone().requires_grad_()
-        loss = clipped_policy_loss(logprobs, self.ADVANTAGES, self.WEIGHTS, self.OLD, epsilon=0.25, epsilon_high=1.0)
-        loss.backward()
-        assert loss.item() == pytest.approx(-(2 + 2 - 2 * math.e + 1 / math.e - 3 * 0.75), abs=1e-12)
-        assert logprobs.grad.tolist() == pytest.approx([-2, 0, 2 * math.e, -1 / math.e, 0], abs=1e-12)
-
-    def test_the_bounds_are_alike_unless_it_is_said(self) -> None:
-        given = self.LOGPROBS, self.ADVANTAGES, self.WEIGHTS, self.OLD
-        assert torch.equal(clipped_policy_loss(*given, 0.5), clipped_policy_loss(*given, 0.5, 0.5))
-        assert torch.equal(clipped_policy_loss(*given), clipped_policy_loss(*given, 0.2))
-
-    @pytest.mark.parametrize(
-        ("changed", "message"),
-        [
-            ({"advantages": torch.ones(4, 1)}, r"advantages must be \(P,\) as logprobs: got \[4, 1\] and \[4\]"),
-            ({"loss_weights": torch.ones(1)}, r"loss_weights must be \(P,\)"),
-            ({"old_logprobs": torch.ones(3)}, r"old_logprobs must be \(P,\)"),
-            ({"epsilon": -1.0}, r"epsilon must be in \(0, 1\)"),
-            ({"epsilon_high": 0.0}, "epsilon_high above 0, got 0.2 and 0.0"),
-        ],
-    )
-    def test_what_would_be_broadcast_is_refused(self, changed, message):
-        given = {"logprobs": torch.zeros(4), "advantages": torch.ones(4), "loss_weights": torch.ones(4)}
-        with pytest.raises(ValueError, match=message):
-            clipped_policy_loss(**{**given, **changed})
-
-    def test_of_the_policy_as_it_is_now(self) -> None:
-        """Then the gradient is that of the log-likelihood, weighted by the advantages."""
-        logprobs = self.LOGPROBS.clone().requires_grad_()
-        loss = clipped_policy_loss(logprobs, self.ADVANTAGES, self.WEIGHTS)
-        loss.backward()
-        assert loss.item() == pytest.approx(-(self.WEIGHTS * self.ADVANTAGES).sum().item(), abs=1e-12)
-        assert torch.equal(logprobs.grad, -self.WEIGHTS * self.ADVANTAGES)

@@ -8,6 +8,7 @@ from radixtrain import verify_equivalence
 from radixtrain.testing import (
     assert_equivalent,
     assert_within_reference_error,
+    flash_attention_by_the_book,
     relative_error,
 )
 
@@ -85,3 +86,19 @@ def test_a_whole_model(tiny_qwen3) -> None:
     assert_equivalent(verify_equivalence(tiny_qwen3(), alive, precisions=["float64"]))
     with pytest.raises(AssertionError, match=r"zero: .*which proves little"):
         assert_equivalent(verify_equivalence(tiny_qwen3(), dead, precisions=["float64"]))
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 4])
+def test_flash_attention_by_the_book_is_softmax_attention(num_groups: int) -> None:
+    q, dout = torch.randn(2, 5, 4, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 7, num_groups, 8, dtype=torch.float64)
+    mask = torch.ones(5, 7, dtype=torch.bool).tril(2)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    q_heads, k_heads, v_heads = (x.transpose(0, 1) for x in leaves)
+    groups = 4 // num_groups
+    scores = q_heads @ k_heads.repeat_interleave(groups, 0).mT * 0.3
+    scores = scores.masked_fill(~mask, float("-inf"))
+    expected = (scores.softmax(-1) @ v_heads.repeat_interleave(groups, 0)).transpose(0, 1)
+    out, lse, *grads = flash_attention_by_the_book(q, k, v, dout, mask, 0.3)
+    truth = [expected, scores.logsumexp(-1), *torch.autograd.grad(expected, leaves, dout)]
+    assert max(relative_error(x, y) for x, y in zip([out, lse, *grads], truth, strict=True)) <= 1e-12

@@ -79,6 +79,18 @@ def test_a_refusal_says_that_transformers_is_newer(monkeypatch):
     assert re.search(rf"calls? not shared: .*\n{TESTED.strip()}$", str(sharing_report(model)))
 
 
+@pytest.mark.parametrize("module", [None, "plain", "nanobind"])
+def test_the_end_is_quick_unless_a_library_would_list_leaks(module, monkeypatch):
+    """Objects that Python does not look at any more are leaks to one that is built with nanobind."""
+    part = type("nb_func", (), {"__module__": str(module)})()
+    found, called = {"triton._C.libtriton": SimpleNamespace(part=part)} if module else {}, []
+    monkeypatch.setattr(entrance, "sys", SimpleNamespace(modules=found))
+    monkeypatch.setattr(entrance, "signal", SimpleNamespace(signal=lambda *_: None, SIGINT=2, SIG_IGN=1))
+    monkeypatch.setattr(entrance, "gc", SimpleNamespace(freeze=lambda: called.append(True)))
+    entrance._leave()
+    assert bool(called) == (module != "nanobind")
+
+
 def test_doctor_looks_further(old, monkeypatch):
     ran = []
     run = lambda settings, typed: ran.append(type(settings).__name__)  # noqa: E731

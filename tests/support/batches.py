@@ -122,13 +122,11 @@ def seen_pairs(piece: Piece, num_rows: int) -> Counter[tuple[int, int]]:
     assert (q[0], q[-1], k[0], k[-1]) == (0, len(queries), 0, len(keys))
     assert (ragged.max_seqlen_q, ragged.max_seqlen_k) == tuple(max(np.diff(x), default=0) for x in (q, k))
     entries = tuple(zip(q[:-1], q[1:], k[:-1], k[1:], strict=True))
-    assert ragged.bounds in (None, entries)
     found: Counter[tuple[int, int]] = Counter()
-    for (q0, q1, k0, k1), mask in zip(entries, ragged.masks or [None] * len(entries), strict=True):
+    for q0, q1, k0, k1 in entries:
         for i in range(q0, q1):
             seen = k1 - (q1 - 1 - i) if ragged.causal else k1  # bottom-right causal: the last query sees every key
-            places = range(k0, seen) if mask is None else (k0 + torch.where(mask[i - q0] == 0)[0]).tolist()
-            found.update((queries[i], keys[place]) for place in places)
+            found.update((queries[i], key) for key in keys[k0:seen])
     return found
 
 
@@ -680,6 +678,6 @@ def with_pieces_of(cells: int, max_rows: int = 16_384) -> Iterator[None]:
         patch.setattr("radixtrain.generation.prompt_cache.PIECE_CELLS", cells)
         patch.setattr("radixtrain.generation.prompt_cache.SPARE", 2)
         patch.setattr("radixtrain.generation.prefill.MAX_ROWS", max_rows)
-        patch.setattr("radixtrain.tree.layout.GROUP", 4)
+        patch.setattr("radixtrain.kernels.cpu_loops.BUNDLE", 4)
         patch.setattr("radixtrain.kernels.cpu_loops.STRIP", 6)
         yield

@@ -210,34 +210,34 @@ def _rows(dataset: Any) -> Iterator[Fields]:
     kinds = {name: _media(feature) for name, feature in dataset.features.items()}
     not_read = {name: f"({kind}, not read)" for name, kind in kinds.items() if kind}
     names = [name for name in kinds if name not in not_read]
-    features = datasets.Features({name: _undecoded(dataset.features[name]) for name in names})
+    features = datasets.Features({name: _without_decoding(dataset.features[name]) for name in names})
     types = {name: features.arrow_schema.field(name).type for name in names}
     for table in dataset.select_columns(names).with_format("arrow").iter(ROWS_PER_BATCH):
         columns = features.decode_batch(table.to_pydict())
         for number in range(len(table)):
-            fields = {name: _given(columns[name][number], types[name]) for name in names}
+            fields = {name: _without_nulls(columns[name][number], types[name]) for name in names}
             yield fields | not_read
 
 
-def _given(value: Any, kind: Any) -> Any:
+def _without_nulls(value: Any, kind: Any) -> Any:
     """Drop the keys of a value's objects that are null. kind: its Arrow type."""
     import pyarrow
 
     if isinstance(value, list) and (of_items := getattr(kind, "value_type", None)) and of_items.num_fields:
-        return [_given(item, of_items) for item in value]
+        return [_without_nulls(item, of_items) for item in value]
     if not isinstance(value, dict) or not pyarrow.types.is_struct(kind):
         return value
-    return {name: _given(inner, kind.field(name).type) for name, inner in value.items() if inner is not None}
+    return {name: _without_nulls(inner, kind.field(name).type) for name, inner in value.items() if inner is not None}
 
 
-def _undecoded(feature: Any) -> Any:
+def _without_decoding(feature: Any) -> Any:
     """Copy the feature without the decoding of images and the like, which may lie inside of messages."""
     if isinstance(feature, dict):
-        return {name: _undecoded(inner) for name, inner in feature.items()}
+        return {name: _without_decoding(inner) for name, inner in feature.items()}
     if isinstance(feature, list | tuple):
-        return [_undecoded(feature[0])]
+        return [_without_decoding(feature[0])]
     if hasattr(feature, "feature"):
-        return replace(feature, feature=_undecoded(feature.feature))
+        return replace(feature, feature=_without_decoding(feature.feature))
     return replace(feature, decode=False) if _media(feature) else feature
 
 

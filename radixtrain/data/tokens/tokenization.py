@@ -71,7 +71,7 @@ class DraftTokenizer:
             except TokenizerFailed as error:
                 raise DataError(draft.where, str(error)) from None
 
-    def _ended(self, draft: Draft) -> str:
+    def _target_text(self, draft: Draft) -> str:
         if draft.form == "turn":
             return self.until_end_of_turn(self._without_next_prompt(draft))
         is_open = draft.form == "plain" and not draft.target.endswith(self.eos)
@@ -100,7 +100,7 @@ class DraftTokenizer:
         return head + eos or target
 
     def _target_ids(self, drafts: list[Draft], prompts: list[np.ndarray]) -> list[np.ndarray]:
-        targets = [self._ended(draft) for draft in drafts]
+        targets = [self._target_text(draft) for draft in drafts]
         separate = self.token_ids(targets)
         if not self.marks_text_start:
             return separate

@@ -143,8 +143,8 @@ def verdict_of(
             judged.verdicts[ROWS.shape] = _first_verdict(backbone, head, progress, allowed, drew, bool(judged.tried))
         forks = judged.verdicts[ROWS.shape].forks
         if not judged.covers(shape):
-            places = torch.arange(shape[1])
-            own = torch.arange(shape[0])[:, None] * (places >= shape[1] // 2)
+            places = torch.arange(shape[1], device="cpu")
+            own = torch.arange(shape[0], device="cpu")[:, None] * (places >= shape[1] // 2)
             ids = (places + own) % 7 + 1
             with torch.no_grad():  # and without a head, whose logits would take much memory
                 judged.verdicts[shape] = Verdict(_tried(backbone, None, progress, allowed, ids), forks)

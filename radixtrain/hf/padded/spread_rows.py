@@ -256,7 +256,9 @@ class _Lazy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Tensor, size: Any, strides: Any, offset: Any) -> Tensor:
         options = {"strides": strides, "storage_offset": offset, "dtype": table.dtype, "device": table.device}
-        return Tensor._make_wrapper_subclass(SpreadRows, size, **options)
+        found = Tensor._make_wrapper_subclass(SpreadRows, size, **options)
+        torch._C._set_throw_on_mutable_data_ptr(found)  # C code that does not ask, such as that of DLPack
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> NoReturn:
@@ -332,18 +334,22 @@ def _refuse_gradient(*wanted: object) -> NoReturn:
     )
 
 
-def _register_hook(x: SpreadRows, hook: Callable[[Any], Any]) -> RemovableHandle:
-    """Call a hook with None when the gradient of the table comes.
+class _NoGradient:
+    """What a hook gets for a gradient that does not exist: whatever reads it, also later, is refused."""
 
-    FSDP and DeepSpeed learn so that a backward pass has begun. A hook that wants the gradient itself is refused.
-    """
+    __getattr__ = __torch_function__ = __repr__ = __bool__ = __iter__ = __len__ = __getitem__ = __float__ = (
+        _refuse_gradient
+    )
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = _refuse_gradient
+
+
+def _register_hook(x: SpreadRows, hook: Callable[[Any], Any]) -> RemovableHandle:
+    """Call a hook when the gradient of the table comes: FSDP and DeepSpeed learn so that a backward pass has begun."""
 
     def call(grad: Tensor) -> None:
-        try:
-            returned = hook(None)
-        except (TypeError, AttributeError):
-            _refuse_gradient()
-        if returned is not None:
+        missing = _NoGradient()
+        returned = hook(missing)
+        if returned is not None and returned is not missing:
             _refuse_gradient()
 
     return x.table.register_hook(call)

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +12,6 @@ from transformers import AutoTokenizer
 
 from tests.support.processes import Launched, Server
 from tests.support.runs import EXACT
-
-
-def ranks_of(
-    server: Server,
-    count: int,
-    arguments: Sequence[str],
-    folder: Path,
-    environment: Mapping[str, str] | None = None,
-    of_last: Sequence[str] = (),
-    **options: Any,
-) -> Launched:
-    """Start `python -m radixtrain` with these arguments on `count` ranks of this machine.
-
-    of_last: more arguments, of the last rank only.
-    count: 1 for a process without torchrun. folder: for what each prints. options: of `Server.start`.
-    """
-    import torch.distributed as dist
-
-    folder.mkdir(parents=True, exist_ok=True)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "test"}
-    shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
-    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    runs = []
-    for rank in range(count):
-        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
-        stderr = folder / f"stderr_{rank}"
-        typed = [*arguments, *of_last] if rank == count - 1 else arguments
-        runs.append(server.start(typed, stderr, {**own, **(environment or {})}, **{"draws": False, **options}))
-    return Launched(runs, store)
-
 
 NUM_ROWS = 21  # five steps of four rows and one of a single row: three of four ranks have no sequence then
 STEPS = 12  # two epochs
@@ -99,8 +68,11 @@ def line(arguments: Callable[..., list[str]], rows: Path, tmp_path: Path) -> Cal
 def launch(server: Server, line: Callable[..., list[str]], tmp_path: Path) -> Callable[..., Launched]:
     """`launch("name", ranks=2, strategy="fsdp2", flag=...)`: starts `line` on two ranks.
 
-    ranks: 1 for a process without torchrun. before, environment: of `Server.start`.
+    ranks: 1 for a process without torchrun. of_last: more arguments, of the last rank only.
+    before, environment: of `Server.start`.
     """
+    import torch.distributed as dist
+
     temporary = tmp_path / "temporary"
     temporary.mkdir(exist_ok=True)  # the fixture `start` uses it, too
     count = 0
@@ -115,9 +87,19 @@ def launch(server: Server, line: Callable[..., list[str]], tmp_path: Path) -> Ca
     ) -> Launched:
         nonlocal count
         count += 1
-        variables = {"TMPDIR": str(temporary), **(environment or {})}
-        given = server, ranks, line(name, **options), tmp_path / f"said_{count}", variables
-        return ranks_of(*given, of_last=of_last, before=before)
+        folder, arguments = tmp_path / f"said_{count}", line(name, **options)
+        folder.mkdir()
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "test"}
+        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+        shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        runs = []
+        for rank in range(ranks):
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            variables = {"TMPDIR": str(temporary), **own, **(environment or {})}
+            typed = [*arguments, *of_last] if rank == ranks - 1 else arguments
+            runs.append(server.start(typed, folder / f"stderr_{rank}", variables, draws=False, before=before))
+        return Launched(runs, store)
 
     return start
 

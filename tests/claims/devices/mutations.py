@@ -32,10 +32,7 @@ def labels_of_the_rank() -> None:
 
 def whole_step_on_every_rank() -> None:
     """Nothing is shared out."""
-    from radixtrain.collators.steps import StepCollator
-
-    share = StepCollator.__call__
-    _set(StepCollator, "__call__", lambda collator, given: share(replace(collator, rank=0, num_ranks=1), given))
+    _collate_as(rank=0, num_ranks=1)
 
 
 def other_rows_on_every_rank() -> None:
@@ -49,10 +46,7 @@ def other_rows_on_every_rank() -> None:
 
 def first_rank_twice() -> None:
     """Both ranks compute the share of the first one."""
-    from radixtrain.collators.steps import StepCollator
-
-    share = StepCollator.__call__
-    _set(StepCollator, "__call__", lambda collator, given: share(replace(collator, rank=0), given))
+    _collate_as(rank=0)
 
 
 def weightless_is_weighted() -> None:
@@ -218,6 +212,13 @@ def _change_split(change: Callable[[dict[str, Any], int, int], dict[str, Any]]) 
 
     split = steps.split_batch
     vars(steps)["split_batch"] = lambda batch, rank, size: change(split(batch, rank, size), rank, size)
+
+
+def _collate_as(**fields: int) -> None:
+    from radixtrain.collators.steps import StepCollator
+
+    share = StepCollator.__call__
+    _set(StepCollator, "__call__", lambda collator, given: share(replace(collator, **fields), given))
 
 
 def _divide_losses(divisor: Callable[[], int]) -> None:

@@ -27,16 +27,9 @@ WRONG: dict[str, tuple[int, dict[str, Any], str]] = {
     "a row": (1, {"data__train_file": "broken"}, "rows.jsonl:3"),
     "a model": (1, {"model__model_name_or_path": "nowhere/model"}, "nowhere/model"),
     "an optimizer that cannot be sharded": (1, {"model__optimizer": "muon", "strategy": "fsdp2"}, "fsdp2 divides them"),
-    "a strategy": (1, {"strategy": "deepspeed"}, "deepspeed"),
     "the weights": (1, {"model__lora_target_modules": "[nothing]", "model__use_peft": "true"}, "nothing"),
     "a checkpoint": (1, {"ckpt_path": "last"}, "ckpt_path"),
     "a group of no ranks": (1, {"sp_size": 3}, "sp_size 3: this run has 2 ranks, which it has to"),
-    "a split of copies": (1, {"sp_size": 2, "dedup": "false"}, "sp_size 2: only unique rows are split, and dedup is"),
-    "a comparison by one rank": (
-        1,
-        {"sp_size": 2, "model__verify_first_batch": "true"},
-        "first_batch does not work with",
-    ),
     "a loss": (1, {"data__train_file": "overflowing"}, "loss"),
 }
 

@@ -66,7 +66,7 @@ def on(ranks: int, strategy: str, sp_size: int = 1) -> dict[str, Any]:
 ONE: dict[str, Any] = {}
 RECOMPUTED = "model__activation_checkpointing"
 # The flags of all parts, and those of each. The steps are divided among the parts, which begin inside an epoch.
-CHAINS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+CHAINS = {
     "2, 1 and 4 ranks": ({}, [on(2, "fsdp2"), ONE, on(4, "ddp")]),
     "2, 1 and 4 ranks, LoRA": (LORA, [on(2, "fsdp2"), ONE, on(4, "ddp")]),
     "fsdp2, ddp and fsdp2": ({}, [on(2, "fsdp2"), on(4, "ddp"), on(2, "fsdp2")]),

@@ -64,8 +64,8 @@ class Way:
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of chains and strips of a few rows, so that a try of 40 tokens is as many calls as a real batch."""
-    monkeypatch.setattr("radixtrain.tree.layout.GROUP", 4)
+    """Bundles and strips of a few rows, so that a try of 40 tokens is as many calls as a real batch."""
+    monkeypatch.setattr("radixtrain.kernels.cpu_loops.BUNDLE", 4)
     monkeypatch.setattr("radixtrain.kernels.cpu_loops.STRIP", 6)
 
 

@@ -41,11 +41,11 @@ def model() -> Any:
     return tiny_model("Qwen3_5ForCausalLM")
 
 
-def table(multiple: int = 1) -> RunLayout:
-    """A fork at every branch."""
+def table(min_saved: int = 2) -> RunLayout:
+    """A fork at every branch; with 4, only below the longer prompt, and the rows of its branches are computed twice."""
     ids = np.concatenate(SEQUENCES)
     plan = build_prefix_plan(ids, np.cumsum([0, *map(len, SEQUENCES)]))
-    return runs_of_segments(plan.segment_starts, plan.segment_parents, 2, multiple, RunCost(call=0.0, state=0.0))
+    return runs_of_segments(plan.segment_starts, plan.segment_parents, min_saved, RunCost(call=0.0, state=0.0))
 
 
 def verdict(model: Any, table_of: Table) -> EquivalenceReport:
@@ -71,16 +71,15 @@ def with_rows(right: RunLayout, calls: Sequence[RunCall], rows: Any) -> RunLayou
 
 
 def test_the_runs_that_are_mutated() -> None:
-    """Prompts of two lengths, then both branches in one call, from one state; cut to two, the leaves repeat a row."""
-    for multiple, length in ((1, 3), (2, 2)):
-        calls = table(multiple).calls
-        assert [(call.num_runs, call.length) for call in calls if call.keeps] == [(1, 2), (1, 4), (2, length)]
+    """Prompts of two lengths, then both branches in one call, from one state."""
+    for min_saved, kept in ((2, [(1, 2), (1, 4), (2, 3)]), (4, [(1, 4)])):
+        assert [(call.num_runs, call.length) for call in table(min_saved).calls if call.keeps] == kept
 
 
 @UNTRIED
-@pytest.mark.parametrize("multiple", [1, 2])
-def test_without_a_mutation(model: Any, multiple: int) -> None:
-    report = verdict(model, partial(table, multiple))
+@pytest.mark.parametrize("min_saved", [2, 4])
+def test_without_a_mutation(model: Any, min_saved: int) -> None:
+    report = verdict(model, partial(table, min_saved))
     assert report.passed and report.conclusive, str(report)
 
 
@@ -95,20 +94,27 @@ def a_fork_from_the_wrong_parent() -> RunLayout:
 
 
 def a_state_kept_after_the_wrong_row() -> RunLayout:
-    """Forks of the branches' three rows, and leaves that start after two and compute the third again."""
-    late, right = table(), table(multiple=2)
-    forks = sum(call.keeps for call in right.calls)
-    rows_late, rows = (sum(c.num_runs * c.length for c in each.calls[:forks]) for each in (late, right))
-    return with_rows(
-        right,
-        [*late.calls[:forks], *right.calls[forks:]],
-        [*late.rows[:rows_late].tolist(), *right.rows[rows:].tolist()],
-    )
+    """Every leaf computes the last row of its fork again, which is in the state that it starts from."""
+    right = table()
+    runs, parents = iter(runs_in(right)), iter(right.parents.tolist())
+    calls: list[RunCall] = []
+    rows: list[int] = []
+    last_rows: list[list[int]] = []
+    for call in right.calls:
+        own = [next(runs) for _ in range(call.num_runs)]
+        last_rows.append([run[-1] for run in own])
+        above = [last_rows[source][next(parents)] for source, number in call.sources for _ in range(number)]
+        if above and not call.keeps:
+            own = [[last, *run] for last, run in zip(above, own, strict=True)]
+            call = call._replace(length=call.length + 1)
+        calls.append(call)
+        rows += [row for run in own for row in run]
+    return with_rows(right, calls, rows)
 
 
 def rows_after_a_fork_left_out() -> RunLayout:
     """A leaf has only the rows that no run before it has."""
-    right = table(multiple=2)
+    right = table(min_saved=4)
     seen: set[int] = set()
     rows: list[int] = []
     for run in runs_in(right):

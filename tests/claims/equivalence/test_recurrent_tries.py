@@ -46,12 +46,11 @@ ONE_OF_EACH = cases(MIXERS, ["gated delta rule", "Mamba 2", "short convolution"]
 class Forks:
     """How the runs of a batch are chosen.
 
-    min_saved, multiple: as for `runs_of_segments`; a min_saved of 0 takes the default cost.
+    min_saved: as for `runs_of_segments`; 0 takes the default cost.
     call: what a call costs, in rows, by which leaves share calls.
     """
 
     min_saved: int | None
-    multiple: int = 1
     call: float = 0.0
 
     def terms(self, model: Any, batch: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -63,7 +62,7 @@ class Forks:
     def table(self, starts: IntArray, parents: IntArray) -> RunLayout:
         if self.min_saved == 0:
             return cheapest_runs(starts, parents)
-        return runs_of_segments(starts, parents, self.min_saved, self.multiple, RunCost(call=self.call, state=0.0))
+        return runs_of_segments(starts, parents, self.min_saved, RunCost(call=self.call, state=0.0))
 
     def num_forks(self, batch: Mapping[str, Any]) -> int:
         return self.table(*layout_of(batch).segments).num_forks
@@ -73,10 +72,8 @@ EVERY_BRANCH = Forks(2)
 CHOICES = {
     "a fork at every branch": EVERY_BRANCH,
     "a fork at every branch, leaves in one call": Forks(2, call=1000.0),
-    "forks of a multiple of four": Forks(2, 4, call=10.0),  # the rows after it are computed again
-    "forks of a multiple of three": Forks(2, 3),
-    "forks that save six rows": Forks(6),
-    "forks of a multiple of four that save six rows": Forks(6, 4),  # they may end above the segment of the fork
+    "forks that save six rows": Forks(6, call=10.0),  # rows of other branches are computed again
+    "forks that save ten rows": Forks(10),
     "no fork": Forks(None),
     "the default cost": Forks(0),
 }
@@ -109,7 +106,7 @@ def test_cases(mixer: str) -> None:
     for name, sequences in CASES.items():
         features = [{"input_ids": ids, "labels": ids} for ids in sequences]
         truth = float64_truth(restore_model(model), features)
-        for forks in (EVERY_BRANCH, CHOICES["forks of a multiple of four"]):
+        for forks in (EVERY_BRANCH, CHOICES["forks that save six rows"]):
             same_step(model, truth, partial(forks.terms, batch=RadixCollator()(features)), what=(name, forks))
 
 

@@ -28,7 +28,7 @@ from radixtrain.hf.guards import code
 from radixtrain.hf.padded import causes
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.kernels import functions
-from radixtrain.kernels.merge_attention import merge_piece, merge_sinks
+from radixtrain.kernels.merge_attention import fold_sinks, merge_piece
 from radixtrain.loss import linear_cross_entropy
 from radixtrain.testing import free_forks
 from radixtrain.training.module import RadixModule
@@ -109,7 +109,7 @@ def merged(rows: slice | None = None, sinks: bool = False) -> dict[str, int]:
         for number in (600, 700, 1000):
             out, lse = torch.zeros(number, 16, 128, dtype=BF16, device=DEVICE), torch.zeros(16, number, device=DEVICE)
             if sinks:
-                merge_sinks(out, lse, torch.zeros(16, dtype=BF16, device=DEVICE))
+                functions.fused(fold_sinks, out, lse.t(), torch.zeros(16, dtype=BF16, device=DEVICE))
             else:
                 indices = torch.zeros(500, dtype=torch.int64, device=DEVICE)
                 merge_piece(out, lse, indices if rows is None else rows, out[:500].clone(), lse[:, :500].clone())

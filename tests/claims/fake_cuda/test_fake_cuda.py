@@ -22,8 +22,8 @@ from tests.support import FULL
 HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
 STEP = {"radixtrain/training/fault_tolerance/nonfinite_guard.py:_are_finite": 1}
-READ_BOUNDS = "radixtrain/kernels/cpu_loops.py:_rectangles"
-SHARED = {"radixtrain/hf/padded/causes.py:_on_host": 1, "radixtrain/hf/padded/spread.py:refuse_reading": 1}
+READ_BOUNDS = "radixtrain/kernels/cpu_loops.py:_entries"
+SHARED = {"radixtrain/hf/padded/causes.py:_on_host": 1, "radixtrain/hf/padded/places.py:refuse_reading": 1}
 # Where a step waits for the device, how often, and why; every other case must not.
 WAITS = {
     "Gemma2": {READ_BOUNDS: 8},  # a soft-cap, without flash-attn: the eager kernel loops over two arrays of four calls

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from radixtrain import position_wise
 from radixtrain.tree.layout import Movable
 
 __all__ = ["DEVICE", "FakeCUDA", "Waits", "move_module", "moved"]
@@ -31,6 +32,7 @@ NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
 
 
+@position_wise
 class FakeCUDA(FakeTensorMode):
     """As torch has it for a process without a device: nothing is made on one for real."""
 
@@ -80,6 +82,7 @@ def move_module(module: nn.Module, mode: FakeTensorMode) -> Any:
     return module
 
 
+@position_wise
 class Waits(TorchDispatchMode):
     """`counts`: how often which of our functions, as `file:function`, made the host wait for the device.
 

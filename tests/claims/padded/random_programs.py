@@ -364,7 +364,8 @@ def allowed(lines: list[Line], kind: str) -> list[Line]:
     """Those of which something is known.
 
     Of a silent change after a function, torch makes something itself. It crashes (2.13) if a hook is registered on a
-    view after the tensor that it shows was changed in place. Only a gradient shows what is read of padding.
+    view after the tensor that it shows was changed in place. Only a gradient shows what is read of padding. A
+    checkpoint saves its arguments in C++ (2.13), which refuses an ordinary tensor with the data of an inference tensor.
     """
     kept: list[Line] = []
     for each in lines:
@@ -376,8 +377,9 @@ def allowed(lines: list[Line], kind: str) -> list[Line]:
             or each.context
             or each.name in ("detach", "data", "where", "+=", "clamp_")
         )
+        of_inference = (each.name, each.context) == ("data =", "inference_mode")
         mixed = each.name == "labels" and "autocast" in (each.context, kind)
-        if not (is_silent or on_changed or mixed or (kind == "padded" and of_padding)):
+        if not (is_silent or on_changed or of_inference or mixed or (kind == "padded" and of_padding)):
             kept.append(each)
     return kept
 

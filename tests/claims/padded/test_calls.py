@@ -150,7 +150,19 @@ def clipped(grad: Tensor) -> Tensor:
     return grad * (0.01 / grad.norm(dim=-1, keepdim=True).clamp(min=0.01))
 
 
+def kept_by_hook(x: Tensor, loss: Tensor) -> Any:
+    found: list[Any] = []
+    x.register_hook(found.append)
+    loss.backward()
+    return found[0] + 1
+
+
 ASKS = {
+    "a hook that keeps it": lambda output, loss: kept_by_hook(output.hidden_states[-1], loss),
+    "a hook that asks first": lambda output, loss: (
+        output.hidden_states[-1].register_hook(lambda grad: None if grad is None else print(grad.norm())),
+        loss.backward(),
+    ),
     "retain_grad": lambda output, loss: (output.hidden_states[-1].retain_grad(), loss.backward()),
     "a hook": lambda output, loss: (output.hidden_states[-1].register_hook(clipped), output.clear(), loss.backward()),
     "autograd.grad": lambda output, loss: torch.autograd.grad(loss, output.hidden_states[-1]),

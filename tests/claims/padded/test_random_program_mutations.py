@@ -151,6 +151,7 @@ MISTAKES: dict[str, Mistake] = {
     "padding is not checked": Mistake(places, "check_unread", constant(None), "padded"),
     "the rows of other places": rule(Tensor.__getitem__, shifted),
     "rows in another order": rule(Tensor.reshape, shifted),
+    "numbers of other places": rule(Tensor.gather, lambda found: found.flip(0)),
     "the dtype of bfloat16 logits": rule(functional.cross_entropy, lambda found: found.to(torch.bfloat16), "autocast"),
     "what is ignored": changed("cross_entropy", ignore_index=-100),
     "a sum is a mean": changed("cross_entropy", reduction="sum"),

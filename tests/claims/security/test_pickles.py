@@ -36,6 +36,12 @@ def mark(tmp_path: Path) -> Path:
     return tmp_path / "ran"
 
 
+@pytest.fixture
+def folder(shop: Path, tmp_path: Path) -> Path:
+    """Of a model."""
+    return Path(shutil.copytree(shop / "model", tmp_path / "model"))
+
+
 def saved(path: Path, mark: Path, zipped: bool = True) -> Path:
     """A checkpoint of torch's format with a bomb among the settings of the optimizer."""
     state = {"state_dict": {"w": torch.ones(3)}, "optimizer_states": [{"state": Bomb(mark)}]}
@@ -61,9 +67,7 @@ def test_a_file_of_a_checkpoint(tmp_path: Path, mark: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "adapter_model.bin"])
-def test_weights(name: str, shop: Path, tmp_path: Path, mark: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(shop / "model", folder)
+def test_weights(name: str, folder: Path, mark: Path) -> None:
     if name != "adapter_model.bin":
         (folder / "model.safetensors").unlink()
     else:
@@ -77,9 +81,7 @@ def test_weights(name: str, shop: Path, tmp_path: Path, mark: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.pkl"])
-def test_a_tokenizer(name: str, shop: Path, tmp_path: Path, mark: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(shop / "model", folder)
+def test_a_tokenizer(name: str, folder: Path, mark: Path) -> None:
     if name in ("tokenizer.model", "vocab.pkl"):
         (folder / "tokenizer.json").unlink()
     saved(folder / name, mark)

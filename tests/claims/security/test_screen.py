@@ -16,10 +16,11 @@ from tests.support.runs import errors_in, forge, rows_in, write_rows
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202ex"
 OBEYED = "\x1b\x07\x9b\u202e\r"
+Run = Callable[[list[str]], tuple[int, str]]
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Callable[[list[str]], tuple[int, str]]:
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
     """The exit code of a command and all that it wrote; AssertionError if a terminal would obey a part of it."""
 
     def run(line: list[str]) -> tuple[int, str]:
@@ -42,9 +43,7 @@ def evil(shop: Path, tmp_path: Path) -> Path:
     return write_rows(tmp_path / f"rows{EVIL}.jsonl", ({**row, EVIL: "x"} for row in rows))
 
 
-def test_what_a_run_says(
-    run: Callable[[list[str]], tuple[int, str]], arguments: Callable[..., list[str]], evil: Path, tmp_path: Path
-) -> None:
+def test_what_a_run_says(run: Run, arguments: Callable[..., list[str]], evil: Path, tmp_path: Path) -> None:
     """Of rows and files, of a folder, and of the settings of the run that it goes on from."""
     flags: dict[str, Any] = {"data__train_file": evil, "output_dir": tmp_path / f"out{EVIL}", "trainer__max_epochs": 1}
     code, said = run(arguments(**flags))
@@ -61,9 +60,7 @@ def test_what_a_run_says(
                 run(arguments(**{**flags, "trainer__max_epochs": 2}, ckpt_path=checkpoint))
 
 
-def test_what_an_error_says(
-    run: Callable[[list[str]], tuple[int, str]], arguments: Callable[..., list[str]], shop: Path, tmp_path: Path
-) -> None:
+def test_what_an_error_says(run: Run, arguments: Callable[..., list[str]], shop: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(shop / "model", model)
     template, settings, unknown = tmp_path / "t.jinja", tmp_path / "c.yaml", tmp_path / f"rows.{EVIL}"
@@ -86,7 +83,7 @@ def test_what_an_error_says(
         assert code in (1, 2) and ("owned" in said or "forged" in said), said
 
 
-def test_what_a_library_logs(run: Callable[[list[str]], tuple[int, str]], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_library_logs(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """Whoever has configured its handlers."""
     run(["doctor", f"--{EVIL}"])
     logging.getLogger("some.library").warning("%s", EVIL)

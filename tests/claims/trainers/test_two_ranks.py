@@ -164,7 +164,7 @@ def test_a_rank_that_shares_nothing(model, trainer, rows, share, version):
 
 
 AS_TRL_HAS_IT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-SHARDED = ["Trainer", "SFT", "SFT, LoRA", "DPO", "KTO", "Reward"]  # GRPO and RLOO: in `test_ten_steps`
+SHARDED = ["Trainer", "SFT", "SFT, LoRA", "DPO", "KTO", "Reward"]  # DRAWN are GRPO and RLOO
 FSDP: dict[str, tuple[int | None, dict[str, Any]]] = {  # version, others of `fsdp_config`
     "DDP": (None, {}),
     "FSDP1": (1, {}),
@@ -182,8 +182,8 @@ SPREAD: dict[str, dict[str, Any]] = {  # by Accelerate: a rank gets part of a ba
     "stream, split": {"data": Stream, "accelerator_config": {"split_batches": True}},
     "dispatched, split": {"accelerator_config": {"dispatch_batches": True, "split_batches": True}},
 }
+# As they are, all trainers are in `test_ten_steps`.
 CELLS: list[tuple[str, str, dict[str, Any]]] = [
-    *((name, how, {}) for name in SHARDED for how in ("DDP", "FSDP1", "FSDP2")),
     *((name, how, {}) for name in ("Trainer", "SFT, LoRA") for how, (_, config) in FSDP.items() if config),
     ("DPO", "FSDP2, recomputed", {}),
     *(("Trainer", "DDP", {"evaluate": True, **own}) for own in SPREAD.values()),

@@ -1,8 +1,6 @@
-"""The keys of the classes of settings as `--help` shows them, without an import of torch."""
+"""The keys of the classes of settings as `--help` shows them. That it imports no torch: `tests/test_imports.py`."""
 
 import inspect
-import subprocess
-import sys
 
 import lightning as L
 
@@ -26,9 +24,6 @@ def test_every_key_has_a_meaning_and_values():
         assert key.kind or key.name == "print_config"
 
 
-HEAVY = ("torch", "transformers", "lightning", "numpy", "pydantic")
-
-
 def test_it_fits_on_a_page_and_has_every_key():
     page = help_text("fit")
     lines = page.splitlines()
@@ -37,15 +32,6 @@ def test_it_fits_on_a_page_and_has_every_key():
         assert sum(line.split()[:1] == [f"--{key.name}"] for line in lines) == 1
     assert {*TRAINER} <= {key.name for key in TRAINER_KEYS}
     assert page.index("--output_dir") < page.index("--model.") < page.index("--data.") < page.index("--trainer.")
-
-
-def test_it_imports_nothing_that_takes_seconds():
-    code = (
-        "import sys; from radixtrain.__main__ import main; main(['fit', '--help']);"
-        f"sys.exit(any(name in sys.modules for name in {HEAVY}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "--model.learning_rate" in done.stdout
 
 
 def test_what_is_asked_for():

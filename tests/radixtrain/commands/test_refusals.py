@@ -21,11 +21,6 @@ from tests.support.runs import errors_in
 GOOD = {"messages": [{"role": "user", "content": "Where is the pear?"}, {"role": "assistant", "content": "Shelf one."}]}
 ROBOT = {"messages": [{"role": "robot", "content": "x"}]}
 USAGE = {
-    "--model.learning_rte=1": "no key model.learning_rte, did you mean model.learning_rate?",
-    "--data.max_token=1": "no key data.max_token, did you mean data.max_tokens?",  # argparse would complete it
-    "--trainer.api_key=x": "trainer.api_key: a run saves its settings, so they hold no secrets; set it in the environm",
-    "--model.attention=ring": "model.attention must be one of auto, cascade, path, expand, reference, tree; got ring",
-    "--trainer.logger=evil.Logger": "trainer.logger must be one of csv, wandb, tensorboard, mlflow, trackio, none; got",
     "--weights_only=false": "no key weights_only: a checkpoint is always read as data, never run as code",
     "--config={shop}/none.yaml": "no such file: {shop}/none.yaml",
     "--print_config stray": "stray is not a key: write --key value, and --config FILE for a YAML file",
@@ -86,7 +81,7 @@ OTHERS = {  # commands
     "predict --data.predict_file=asked.jsonl": "asked.jsonl:1: expected at least one assistant turn",
 }
 TRAINER = {
-    "--trainer.devices=9223372036854775808": "trainer.devices must be at most 1,000; got 9223372036854775808",
+    "--trainer.devices=9223372036854775808": "trainer.devices must be at most 1,000, or auto; got 922",
     "--trainer.max_time=soon": "trainer.max_time must be DD:HH:MM:SS",
     "--trainer.max_time=1:2": "trainer.max_time must be DD:HH:MM:SS",
     "--trainer.accelerator=cpu --trainer.devices=0": "trainer.devices must be at least 1, or auto; got 0",
@@ -169,14 +164,10 @@ def test_weights_are_looked_for_before_the_rows_are_read(fit: Any, shop: Path, t
     assert "no weights (model.safetensors or model.safetensors.index.json)" in fit(1, flags)
 
 
-def test_exports(said_of: Any, tmp_path: Path) -> None:
-    (tmp_path / "x.ckpt").write_text("not a checkpoint")
-    for name, expected in (
-        (tmp_path / "none.ckpt", "no such checkpoint"),
-        ("last", "ckpt_path last names no run; write RUN/checkpoints/last"),
-        (tmp_path / "x.ckpt", "a file; a checkpoint of radixtrain is a folder"),
-    ):
-        assert expected in said_of(1, ["export", f"--ckpt_path={name}", f"--output_dir={tmp_path / 'out'}"])
+def test_exports(said_of: Any) -> None:
+    """What else `ckpt_path` cannot name: checkpoints/test_resolve.py."""
+    said = said_of(1, ["export", "--ckpt_path=last", "--output_dir=out"])
+    assert said == "ckpt_path last names no run; write RUN/checkpoints/last"
 
 
 def test_an_error_of_our_own_is_not_blamed_on_the_user(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def test_why_a_row_is_refused(options: dict[str, Any], fields: dict[str, Any], w
 
 
 LENGTH = len("user: hi|assistant: ")
-COUNTED: list[tuple[dict[str, Any], list[dict[str, Any]], list[list[str]], dict[str, Any]]] = [
+COUNTED = [
     # the encoder, rows, what is learned of each, and the report
     ({"max_length": 4}, [{"text": "abc"}], [["[abc|]"]], {"num_tokens": 4, "num_labels": 3}),
     ({"max_length": LENGTH + 5, "excess_length_strategy": "drop"}, [{"messages": CHAT}, {"text": "x" * 99}], [[ONE], []],

@@ -47,26 +47,16 @@ def test_answers_that_are_chosen() -> None:
         assert (len(found), found.num_left_out, found.first_left_out) == counts
 
 
-SAID = ("Be brief.", "Hi", "Yo", "Bye", "Ciao")
-ROWS = {
-    "chat": {"messages": list(zip(("system", *("user", "assistant") * 2), SAID, strict=True))},
-    "pair": {"prompt": "shelf", "completion": " one"},
-    "text": {"text": "shelf one"},
-}
-
-
-def write(path, *rows):
-    for row in rows:
-        if "messages" in row:
-            row["messages"] = [{"role": role, "content": content} for role, content in row["messages"]]
-    return str(write_rows(path, rows))
+SAID = {"system": "Be brief.", "user": "Hi", "assistant": "Yo"}
+MESSAGES = [{"role": role, "content": text} for role, text in SAID.items()]
+MESSAGES += [{"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Ciao"}]
+CHAT, PAIR = {"messages": MESSAGES}, {"prompt": "shelf", "completion": " one"}
 
 
 @pytest.mark.parametrize("split_turns", [True, False])
 def test_rows_of_the_validation(shop, tmp_path, split_turns):
     """What the chat template writes before the last turn; the completion's prompt; the text is left out."""
-    turns = dict(ROWS["chat"])
-    path = write(tmp_path / "rows.jsonl", turns, ROWS["pair"], ROWS["text"])
+    path = str(write_rows(tmp_path / "rows.jsonl", [CHAT, PAIR, {"text": "shelf one"}]))
     (tmp_path / "marked.jinja").write_text(MARKED, encoding="utf-8")
     template = {"chat_template_path": str(tmp_path / "marked.jinja")}
     data = SFTData(validation_file=path, model_name_or_path=str(shop / "model"), split_turns=split_turns, **template)
@@ -74,7 +64,7 @@ def test_rows_of_the_validation(shop, tmp_path, split_turns):
     found = data.validation_prompts()
     tokenizer = AutoTokenizer.from_pretrained(shop / "model")
     asked = {"add_generation_prompt": True, "tokenize": False, "chat_template": MARKED}
-    before = tokenizer.apply_chat_template(turns["messages"][:-1], **asked)
+    before = tokenizer.apply_chat_template(MESSAGES[:-1], **asked)
     texts = [(tokenizer.decode(each.token_ids), tokenizer.decode(each.target_ids)) for each in found.prompts]
     chat, pair = texts
     assert pair == ("shelf", " one<|im_end|>")
@@ -84,9 +74,9 @@ def test_rows_of_the_validation(shop, tmp_path, split_turns):
 
 def test_rows_of_predict(shop, tmp_path):
     """With and without an answer, and tokens as they are."""
-    asked = {"messages": [("user", "Bye")]}
-    rows = [dict(ROWS["chat"]), asked, dict(ROWS["pair"]), {"prompt": "shelf"}, {"text": "shelf"}]
-    path = write(tmp_path / "rows.jsonl", *rows, {"input_ids": [5, 6, 7]}, {"input_ids": [5, 6], "labels": [-100, 6]})
+    rows = [CHAT, {"messages": MESSAGES[3:4]}, PAIR, {"prompt": "shelf"}, {"text": "shelf"}]
+    rows += [{"input_ids": [5, 6, 7]}, {"input_ids": [5, 6], "labels": [-100, 6]}]
+    path = str(write_rows(tmp_path / "rows.jsonl", rows))
     options = {"model_name_or_path": str(shop / "model"), "predict_prompts": True, "dataloader_num_workers": 0}
     data = SFTData(predict_file=path, completion_only_loss=False, batch_size=4, **options)
     data.setup("predict")

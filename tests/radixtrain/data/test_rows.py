@@ -371,7 +371,7 @@ def test_a_mapping_ignores_only_what_it_names(tokenizer: Any) -> None:
 
 
 TO_WEIGHT, TO_THINKING = ("messages.weight", ["a|"]), ("messages.reasoning_content", ["(deep)b|", "a|"])
-KEYS: list[tuple[tuple[str, list[str]], list[tuple[str, Any]]]] = [
+KEYS = [
     # the setting that reads a key of the first answer of two, and what is learned then; keys and values
     (TO_WEIGHT, [
         ("train", False), ("training", 0), ("loss", 0.0), ("loss_mask", 0), ("learn", False), ("is_good", False), ("反", 0),

@@ -49,7 +49,7 @@ def letters_of(data: SFTData, split: str = "train") -> str:
 
 LOG = ("one", "one two", "one two three", "one retry", "alone", "alone")
 """Questions of the rows of an agent's log: a row for each request holds all earlier ones; one was tried twice."""
-TRAINED: list[tuple[str, bool, list[tuple[int, int]]]] = [
+TRAINED = [
     # train_on, split_turns; line of the file, and samples that it gives. Equal rows stay, as often as they occur
     ("every_turn", True, [(1, 1), (2, 2), (3, 3), (4, 2), (5, 1), (6, 1)]),
     ("distinct_turns", True, [(3, 3), (4, 1), (5, 1), (6, 1)]),

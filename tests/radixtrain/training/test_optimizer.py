@@ -78,6 +78,13 @@ def assert_equal_weights(one: Any, other: Any) -> None:
     assert all(map(torch.equal, one.parameters(), other.parameters()))
 
 
+ADAM = {"lr": 1e-2, "betas": (0.5, 0.6), "eps": 1e-3}
+
+
+def decayed(decaying: list[Any], others: list[Any]) -> list[dict[str, Any]]:
+    return [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
 def of_muon(model: Any) -> list[Any]:
     """Muon takes the matrices of hidden layers; a bias and the embeddings are AdamW's."""
     hidden, decaying, others = [], [], []
@@ -85,23 +92,17 @@ def of_muon(model: Any) -> list[Any]:
         is_outside = key.startswith(("model.embed_tokens", "lm_head"))
         (others if weight.ndim == 1 else decaying if is_outside else hidden).append(weight)
     assert hidden and len(decaying) == 2 and others
-    groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     muon = torch.optim.Muon(hidden, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(groups, **ADAM)]
+    return [muon, torch.optim.AdamW(decayed(decaying, others), **ADAM)]
 
 
 def of_bitsandbytes(model: Any) -> list[Any]:
     """Moments of the embeddings have 32 bits."""
     optim = pytest.importorskip("bitsandbytes.optim", reason="pip install bitsandbytes")
     outside = [model.get_input_embeddings().weight, model.lm_head.weight]
-    decaying, others, rest = [], [], [weight for weight in model.parameters() if all(weight is not x for x in outside)]
-    for weight in rest:
-        (others if weight.ndim == 1 else decaying).append(weight)
-    groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    inside = [weight for weight in model.parameters() if all(weight is not x for x in outside)]
+    groups = decayed(*([weight for weight in inside if (weight.ndim == 1) == is_last] for is_last in (False, True)))
     return [optim.AdamW8bit(groups, **ADAM), optim.AdamW32bit(outside, **ADAM, weight_decay=0.1)]
-
-
-ADAM = {"lr": 1e-2, "betas": (0.5, 0.6), "eps": 1e-3}
 
 
 @pytest.mark.parametrize(("name", "apart"), [("muon", of_muon), ("adamw_8bit", of_bitsandbytes)])

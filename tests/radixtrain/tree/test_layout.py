@@ -40,11 +40,14 @@ def test_a_forest_in_full():
         "path_keys": [0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 5, 6, 8, 5, 9],
         "path_cu_seqlens_q": [0, 4, 5, 8, 9, 10],
         "path_cu_seqlens_k": [0, 4, 7, 10, 13, 15],
-        "own": [0, 4, 5, 8, 9, 10],
-        "calls": [*(0, 1, 2), *(0, 2, 3), *(4, 9), *(0, 1, 5), *(0, 1), *(0, 2)],  # bounds and rows; bounds of slices
+        "calls": [
+            *(0, 4, 5, 8, 9, 10) * 2,  # bounds of slices
+            *(*(0, 1, 2), *(4, 9), *(0, 2, 3), *(0, 1, 5)),  # bounds and rows
+            *(*(0, 1), *(0, 2)),
+        ],
     }
-    own, prompts, both = layout.packed_pieces()
-    assert own.q_rows == own.k_rows == slice(None)
+    own, prompts, both = layout.pieces
+    assert own.q_rows == own.k_rows == slice(0, 10)
     assert (prompts.q_rows.tolist(), prompts.k_rows.tolist()) == ([4, 9], [0, 1, 5])
     assert (both.q_rows, both.k_rows) == (slice(8, 9), slice(5, 7)), "rows that follow each other are no copy"
     assert (layout.num_rows, layout.num_tokens, layout.num_sequences, layout.max_seqlen) == (10, 18, 6, 4)
@@ -108,5 +111,4 @@ def test_moved_to_a_device(move):
     calls = [piece.ragged for piece in (*moved.pieces, moved.sequences, moved.paths)]
     longest = [(call.max_seqlen_q, call.max_seqlen_k) for call in calls]
     assert longest == [(4, 4), (1, 2), (1, 2), (4, 4), (4, 4)]
-    assert all(call.bounds is None for call in calls)
     assert layout.to("cpu") is layout, "and keeps what its layers have made"

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from radixtrain.testing import FREE_FORKS, ragged_batches
 from radixtrain.tree.runs import (
     MIN_SAVED,
-    MULTIPLES,
     RunCall,
     RunCost,
     cheapest_runs,
@@ -131,18 +130,18 @@ plans = {
         RunCost, call=st.sampled_from([0.0, 1.0, 8.0]), row=st.just(1.0), state=st.sampled_from([0.0, 0.5, 2.0])
     ),
 }
-forks = {"min_saved": st.sampled_from([None, 2, 2, 3, 6, 10]), "multiple": st.sampled_from([1, 1, 2, 3, 4])}
+forks = {"min_saved": st.sampled_from([None, 2, 2, 3, 6, 10])}
 
 
 @settings(max_examples=200, deadline=None)
 @given(**plans, **forks)
-@example(DEEP, {}, FREE_FORKS, 2, 1)
-@example(COMB, {}, FREE_FORKS, 2, 1)
-@example(COMB, {}, CALLS_ONLY, 2, 3)
-def test_every_run_is_on_the_root_path_of_its_rows(sequences, options, rates, min_saved, multiple):
+@example(DEEP, {}, FREE_FORKS, 2)
+@example(COMB, {}, FREE_FORKS, 2)
+@example(COMB, {}, CALLS_ONLY, 6)
+def test_every_run_is_on_the_root_path_of_its_rows(sequences, options, rates, min_saved):
     """No row missing, none twice, the order right; and each row has its output from one place in one run."""
     starts, parents = segments_of(sequences, **options)
-    table, paths = runs_of_segments(starts, parents, min_saved, multiple, rates), root_paths(starts, parents)
+    table, paths = runs_of_segments(starts, parents, min_saved, rates), root_paths(starts, parents)
     calls = runs_in(table)
     for run in (run for call in calls for run in call):
         assert run.path == paths[run.rows[-1]]
@@ -163,10 +162,10 @@ def test_every_run_is_on_the_root_path_of_its_rows(sequences, options, rates, mi
 
 @settings(max_examples=200, deadline=None)
 @given(**plans, **forks)
-@example(DEEP, {}, FREE_FORKS, 2, 1)
-@example(COMB, {}, FREE_FORKS, 2, 2)
-def test_forks_and_their_sources(sequences, options, rates, min_saved, multiple):
-    table = runs_of_segments(*segments_of(sequences, **options), min_saved, multiple, rates)
+@example(DEEP, {}, FREE_FORKS, 2)
+@example(COMB, {}, FREE_FORKS, 6)
+def test_forks_and_their_sources(sequences, options, rates, min_saved):
+    table = runs_of_segments(*segments_of(sequences, **options), min_saved, rates)
     continued = [np.zeros(call.num_runs, dtype=np.int64) for call in table.calls]
     parents = iter(table.parents.tolist())
     for number, call in enumerate(table.calls):
@@ -178,7 +177,7 @@ def test_forks_and_their_sources(sequences, options, rates, min_saved, multiple)
             for _ in range(count):
                 continued[source][next(parents)] += 1
         if call.keeps:
-            assert call.length >= 2 and call.length % multiple == 0
+            assert call.length >= 2
         else:
             assert not any(later.keeps for later in table.calls[number:]), "leaves come last"
         assert call.length >= 2 or not call.sources, "one row after a state is a step of generation"
@@ -198,8 +197,7 @@ def test_forks_and_their_sources(sequences, options, rates, min_saved, multiple)
 @example([[*range(300), 1], [*range(300), 2], [*range(300), 3, 3]], {}, RunCost())
 def test_the_cheapest_is_not_dearer_than_any_choice(sequences, options, rates):
     segments = segments_of(sequences, **options)
-    choices = [(None, 1), *((saved, multiple) for saved in MIN_SAVED for multiple in MULTIPLES)]
-    costs = [cost_of(runs_of_segments(*segments, *choice, rates), rates) for choice in choices]
+    costs = [cost_of(runs_of_segments(*segments, saved, rates), rates) for saved in (None, *MIN_SAVED)]
     assert cost_of(cheapest_runs(*segments, rates), rates) == min(costs)
 
 
@@ -217,7 +215,7 @@ def test_by_default_a_fork_has_to_save_about_a_hundred_rows():
 )
 def test_leaves_are_put_into_the_calls_that_cost_least(lengths, rates):
     """Against every way to cut the sorted lengths."""
-    table = runs_of_segments(*segments_of([[n, *[0] * (length - 1)] for n, length in enumerate(lengths)]), 2, 1, rates)
+    table = runs_of_segments(*segments_of([[n, *[0] * (length - 1)] for n, length in enumerate(lengths)]), 2, rates)
     ordered, count = sorted(lengths), len(lengths)
     cuts = [cut for size in range(count) for cut in combinations(range(1, count), size)]
     ways = [[0, *cut, count] for cut in cuts]

@@ -33,7 +33,7 @@ OF_MEDIA = {"text": "a", "image": IMAGE, "images": [IMAGE], "turns": [{"type": "
 MIXED = [{"turns": [{"role": "a", "arguments": {"x": 1, "y": None}}, {"role": "b", "arguments": "text"}]}]
 
 # A data set, and its rows if they differ.
-DATASETS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
+DATASETS = {
     "objects of several keys": (datasets.Dataset.from_list(ROWS), ROWS),
     "in another format": (datasets.Dataset.from_list(ROWS).with_format("numpy"), ROWS),
     "filtered": (datasets.Dataset.from_list(ROWS).select([7, 3]), [ROWS[7], ROWS[3]]),

@@ -88,7 +88,7 @@ def another_row(path: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 DATED = {"template": "{{- strftime_now('%Y') }}" + CHATML}
 LOUD = "{%- if loud %}{{- loud | tojson }}{% endif %}" + CHATML
-CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any] | Callable[..., dict[str, Any]]]] = {
+CHANGES = {
     # options of the first run, and of the second one
     "a row": ({}, another_row),
     "the library that renders": ({}, another_version),

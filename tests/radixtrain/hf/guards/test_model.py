@@ -443,7 +443,7 @@ def test_it_names_the_first_layer_that_differs(tiny_qwen3: Callable[..., Any], d
         attend = RadixCall.attend
 
         def without_scale(call: RadixCall, heads: Any, window: Any, **scoring: Any) -> Tensor:
-            scale = scoring["scale"] / (1 if len(call.calls) == 0 else 4)
+            scale = scoring["scale"] / (1 if len(call.ran) == 0 else 4)
             return attend(call, heads, window, **{**scoring, "scale": scale})
 
         patch.setattr(RadixCall, "attend", without_scale)

@@ -175,6 +175,16 @@ def test_what_torch_does_not_ask_about_is_refused(tiny_qwen3, in_place):
     assert torch.func.vmap(lambda row: row * 2)(logits.clone()).isfinite().all()
 
 
+def test_code_that_takes_the_memory_without_asking_ends_in_an_error(tiny_qwen3):
+    """Not in a segmentation fault."""
+    with torch.no_grad():
+        hidden = hidden_of(share_prefixes(tiny_qwen3()))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="data pointer"):
+            torch.utils.dlpack.to_dlpack(hidden)
+        hidden.norm()
+
+
 def test_nothing_is_left(tiny_qwen3):
     """A lazy tensor that became an ordinary one holds nothing that only the garbage collector finds."""
     model = tiny_qwen3()

@@ -115,16 +115,6 @@ def test_rows_without_an_answer(run, tmp_path, capsys, caplog):
     assert not (tmp_path / "other").exists()
 
 
-@FULL
-def test_a_function_that_fails_does_so_before_the_first_step(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "broken_metric.py").write_text("def f(answers, targets, rows):\n    return answers[99]\n")
-    assert run(evaluate_generation__metric="broken_metric.f") == 1
-    captured = capsys.readouterr()
-    assert "f failed at" in captured.err and "broken_metric.py:2: IndexError" in captured.err
-    assert not (tmp_path / "out" / "checkpoints").exists()
-
-
 def rows(count):
     return [{"row": f"a:{n + 1}", "prompt": "?"} for n in range(count)]
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 
 from radixtrain.checkpoints.folder import read_checkpoint
@@ -34,17 +33,6 @@ from tests.support import FULL
 from tests.support.processes import on_ranks
 
 
-def loop_on(count: int = 1, strategy: str = "ddp", **settings: Any) -> Loop:
-    """On the CPU; on as many ranks, which have met. settings: of `trainer`."""
-    kind = Sharded if strategy == "fsdp2" else DDPStrategy
-    several: dict[str, Any] = {"strategy": kind(timeout=timedelta(minutes=5)), "devices": count} if count > 1 else {}
-    fabric = Fabric(accelerator="cpu", **{"devices": 1, **several})
-    folder = Path(mkdtemp())
-    record = Record(folder, SaveCheckpoints(folder / "checkpoints", Requests(), is_enabled=False))
-    given = TrainerSettings(**{"enable_progress_bar": False, **settings})
-    return Loop(fabric, given, folder, [], EvaluateGeneration(), {}, record=record)
-
-
 @pytest.fixture
 def fit(shop: Path) -> Callable[..., Loop]:
     """`fit(num_steps)`: trains on as many ranks as there are, in steps of several micro-batches."""
@@ -56,7 +44,12 @@ def fit(shop: Path) -> Callable[..., Loop]:
             dataloader_num_workers=0,
             model_name_or_path=str(shop / "model"),
         )  # fmt: skip
-        loop = loop_on(ranks().size, "fsdp2", max_steps=num_steps, max_epochs=-1, deterministic=True)
+        strategy = Sharded(timeout=timedelta(minutes=5))
+        fabric = Fabric(accelerator="cpu", strategy=strategy, devices=ranks().size)
+        folder = Path(mkdtemp())
+        record = Record(folder, SaveCheckpoints(folder / "checkpoints", Requests(), is_enabled=False))
+        given = TrainerSettings(max_steps=num_steps, max_epochs=-1, deterministic=True, enable_progress_bar=False)
+        loop = Loop(fabric, given, folder, [], EvaluateGeneration(), {}, record=record)
         loop.fit(module, data)
         return loop
 

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import DistError
 
 from radixtrain.checkpoints.folder import read_run
 from radixtrain.distributed import ranks
-from radixtrain.errors import EndedElsewhere, Stopped, UserError
+from radixtrain.errors import Stopped
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite
 from radixtrain.training.fault_tolerance.run_state import generator_states, seed_per_rank, set_states_of_ranks
 from radixtrain.training.fault_tolerance.signals import Requests
-from tests.support import FULL, runs
+from tests.support import FULL
 from tests.support.processes import on_ranks
 from tests.support.runs import CountingTrainer, written
 
@@ -58,32 +57,6 @@ def test_answers_are_not_cut_short(tmp_path: Path) -> None:
         return stopped.value.code
 
     assert on_ranks(2, work) == [143, 143]
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_of_a_rank_that_saves_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
-    def work(rank: int) -> str:
-        trainer = CountingTrainer(tmp_path, every_steps=2)
-
-        def full(*_: object) -> None:
-            raise UserError("the disk is full")
-
-        if rank == failing:  # rank 0 writes; another one gathers its part
-            owner, name = (trainer, "save_checkpoint") if rank else (runs, "write_checkpoint")
-            monkeypatch.setattr(owner, name, full)
-        try:
-            trainer.run(lambda: None)
-        except (UserError, EndedElsewhere, DistError, RuntimeError) as error:
-            trainer.fail(error)
-            return type(error).__name__
-        return "went on"
-
-    found = on_ranks(2, work)
-    assert found[failing] == "UserError"
-    if failing == 0:
-        assert found[1] == "EndedElsewhere"
-    else:  # rank 1 leaves at once, since rank 0 may wait for it elsewhere: the closed connection ends that
-        assert found[0] in ("DistBackendError", "DistError", "DistNetworkError", "RuntimeError")
 
 
 def test_only_an_error_that_all_have_found_is_saved(tmp_path: Path) -> None:

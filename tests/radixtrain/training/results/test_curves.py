@@ -22,7 +22,7 @@ def training(steps: range) -> str:
     return "".join(f",1e-05,{3 / (step + 1)},2.0,{step + 1},{1000 + step}\n" for step in steps)
 
 
-LOSSES: dict[str, tuple[list[tuple[str, int]], dict[int, float], dict[int, float]]] = {
+LOSSES = {
     # lines of each part of a run and the step that it goes on from; losses and validations by step
     "rows are steps": ([(",,4.0,,1,\n,,3.0,,2,\n2.5,,,,2,\n", 0)], {1: 4.0, 2: 3.0}, {2: 2.5}),
     "steps after the checkpoint are those of the second part": (

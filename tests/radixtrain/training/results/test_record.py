@@ -110,7 +110,7 @@ def test_a_run_that_an_error_ends(tmp_path: Path, monkeypatch: Any, error: BaseE
     assert record.ended == {"reason": type(error).__name__, "text": text, "complete": False}
 
 
-VALIDATIONS: list[tuple[str | None, int | None, list[float | None], list[int], list[int]]] = [
+VALIDATIONS = [
     # save_best, patience, the metric at each step; steps whose checkpoint becomes the best; those at which the run ends
     ("eval_loss", None, [3.0, 2.0, 2.0, 2.5, 1.0], [1, 2, 5], []),
     ("eval_exact_match", None, [0.1, 0.3, 0.3, 0.2, 0.4], [1, 2, 5], []),
