@@ -134,8 +134,9 @@ def step_losses(model: nn.Module, step: Step) -> Iterator[Tensor]:
     DDP, and average each `.grad` after the last `backward`.
 
     Call `backward` on each term before the next one is drawn, which frees its activations.
-    Raises UserError for a model that adds to the cross-entropy or replaces it, as `output_router_logits` does, and for
-    hooks on a wrapper of the model, which is not called.
+    Raises UserError for a model that adds to the cross-entropy or replaces it, as `output_router_logits` does, for
+    hooks on a wrapper of the model, which is not called, for those of a third party on the model, and for the learned
+    prompts of PEFT.
 
     >>> for loss in step_losses(share_prefixes(model), StepCollator(max_tokens=4096)(rows)):
     ...     loss.backward()
