@@ -31,8 +31,8 @@ def score_completions(
     completions: of each prompt, a list of its completions, which are lists of token ids.
 
     Returns, for each completion of each prompt, the log-probability of each token given those before it, in nats.
-    Raises UserError for an empty prompt, for a model that cannot use a batch of a `RadixCollator`, for hooks on it or on
-    a module around it that are not `position_wise`, for the learned prompts of PEFT, and for more tokens or larger
+    Raises UserError for an empty prompt, for a model that cannot use a batch of a `RadixCollator`, for hooks on it, or
+    on a module around it, that are not `position_wise`, for the learned prompts of PEFT, and for more tokens or larger
     token ids than it has positions and embeddings for. Raises ValueError for ids that a `RadixCollator` refuses.
 
     >>> [scores] = score_completions(model, [[7, 8]], [[[9], [5, 6]]])
