@@ -116,7 +116,7 @@ class CollatedBatches:
             share_fused_heads()
             rows = watched(rows, call.place_rows)
         shape = (1, len(rows)) if call.place_rows is None else call.place_rows.shape
-        return with_rows(output, rows.view(*shape, -1))
+        return with_rows(output, rows.view(*shape, rows.shape[1]))
 
     def of_every_token(self, rows: Tensor, call: RadixCall) -> Tensor:
         """Return (T, W), the rows of the original tokens, of those of this process, (u, W)."""
