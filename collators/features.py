@@ -117,7 +117,8 @@ def _token_row(feature: Mapping[str, Any], index: int, loss_on_all: bool) -> Tok
             f"RadixCollator(loss_on_all=True) trains every token",
         )
     restarts = row.position_ids is not None and (row.position_ids[1:] == 0).any()
-    if restarts or has(feature, "seq_lengths"):  # each sequence would attend to those before it
+    is_packed = has(feature, "seq_lengths") and np.ravel(feature["seq_lengths"]).tolist() != [len(row.input_ids)]
+    if restarts or is_packed:  # each sequence would attend to those before it
         raise DataError(
             where,
             "it holds packed sequences (its position_ids restart, or it has seq_lengths); turn packing off: the "

@@ -45,8 +45,8 @@ class PrefixGroupedSampler(Sampler[int]):
     data: a data set with a length whose entries have `column`, or a sequence of token sequences.
     batch_size: rows that the trainer collates together: of one micro-batch, on one device.
     together: most rows of a prompt that a batch gets on purpose, best a divisor of `batch_size`. 1 is a plain shuffle;
-        `batch_size` shares the most, and most batches then have one prompt. None for the smallest divisor below
-        `batch_size` with which r is at least 80 % of the largest r.
+        `batch_size` shares the most, and most batches then have one prompt. None for the smallest divisor, at most
+        half of `batch_size`, with which r is at least 80 % of the largest r; half of it, and at least 2, if none is.
     seed: of the order. Every process needs the same.
     num_batches: batches of an optimizer step, ranks times accumulated batches: those that come one after the other, as
         Accelerate hands them out. `together` is then of a step, up to `num_batches` times `batch_size`, and the rows of
@@ -167,7 +167,8 @@ class GroupedOrder:
     def choose(cls, groups: PrefixGroups, batch_size: int, seed: int) -> GroupedOrder:
         """Choose the smallest divisor of `batch_size` with which r is at least `ENOUGH` of the best.
 
-        No more than half of a batch, so that it holds two prompts or more.
+        No more than half of a batch, so that it holds two prompts or more, but 2 in a batch of two. Half of it, rounded
+        down, if no such divisor is enough: a prime has none but 1.
         """
         indices = np.arange(len(groups.places))
 
@@ -177,8 +178,9 @@ class GroupedOrder:
             return sum(groups.sorted(batch).num_unique_tokens for batch in batches)
 
         most = num_unique(batch_size) / ENOUGH
-        sizes = [size for size in range(2, batch_size // 2 + 1) if batch_size % size == 0]
-        together = next((size for size in [1, *sizes] if num_unique(size) <= most), [1, *sizes][-1])
+        half = max(2, batch_size // 2)
+        sizes = [size for size in range(1, half) if batch_size % size == 0]
+        together = next((size for size in sizes if num_unique(size) <= most), half)
         return cls(groups, batch_size, together)
 
     def draw(self, indices: IntArray, generator: np.random.Generator) -> IntArray:

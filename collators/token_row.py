@@ -131,7 +131,10 @@ def _loss_weights(columns: Columns, where: str, labels: IntArray) -> FloatArray 
 
 
 def _integers(columns: Columns, name: str, where: str, length: int | None = None) -> IntArray:
-    return _column(columns, name, where, length, "integers", "iu").astype(np.int64, copy=False)
+    values = _column(columns, name, where, length, "integers", "iu")
+    if values.dtype == np.uint64 and (values >= 2**63).any():
+        raise DataError(where, f"{name} must be below 2^63: {name}[{int(values.argmax())}] = {values.max()}")
+    return values.astype(np.int64, copy=False)
 
 
 def _column(columns: Columns, name: str, where: str, length: int | None, what: str, kinds: str) -> np.ndarray:

@@ -167,6 +167,8 @@ class Command:
             self.datamodule.hparams.template_date = began
         self.datamodule.setup(self.name)
         self.model.configure_model()
+        if self.name == "fit":
+            self.model.check_draws()
         form_groups(sp_size_of(self.settings, self.name), self.timeout)
         self.model.split_rows()
         if self.name in ("fit", "validate"):

@@ -102,7 +102,10 @@ def check_arguments(model: nn.Module, cache: object, kwargs: Mapping[str, Any]) 
     base = model_inside(model)
     for name, (neutral, reason) in REFUSED.items():
         if (value := _setting(base, kwargs, name)) not in neutral:
-            raise UserError(f"{name}={value!r} is not supported, because {reason}; leave it out, or use model.generate")
+            came = (
+                repr(value) if isinstance(value, bool | int | str) else type(value).__name__
+            )  # a model shows its tree
+            raise UserError(f"{name}={came} is not supported, because {reason}; leave it out, or use model.generate")
 
 
 def _setting(model: nn.Module, kwargs: Mapping[str, Any], name: str) -> Any:

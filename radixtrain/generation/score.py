@@ -9,12 +9,13 @@ from torch import nn
 
 from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX
-from radixtrain.errors import UserError
-from radixtrain.hf.backbone import parts_of
+from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.hf.backbone import Parts, model_inside, parts_of
 from radixtrain.hf.guards.draws import evaluating
+from radixtrain.hf.guards.rules import WITHOUT, Limit, limit_of, positions_in_table
 from radixtrain.hf.head import has_plain_head
-from radixtrain.hf.predicting_rows import forward_rows, labelled_logprobs
-from radixtrain.hf.share import shared_for_a_while
+from radixtrain.hf.predicting_rows import check_around, forward_rows, labelled_logprobs
+from radixtrain.hf.share import shared_to_score
 
 MAX_TOKENS = 16_384  # unique tokens of a pass, as long as it is more than one completion
 
@@ -30,8 +31,9 @@ def score_completions(
     completions: of each prompt, a list of its completions, which are lists of token ids.
 
     Returns, for each completion of each prompt, the log-probability of each token given those before it, in nats.
-    Raises UserError for an empty prompt, and for a model that cannot use a batch of a `RadixCollator`. Raises
-    ValueError for token ids that a `RadixCollator` refuses.
+    Raises UserError for an empty prompt, for a model that cannot use a batch of a `RadixCollator`, for hooks on it, or
+    on a module around it, that are not `position_wise`, for the learned prompts of PEFT, and for more tokens or larger
+    token ids than it has positions and embeddings for. Raises ValueError for ids that a `RadixCollator` refuses.
 
     >>> [scores] = score_completions(model, [[7, 8]], [[[9], [5, 6]]])
     >>> best = max(scores, key=lambda logprobs: sum(logprobs) / len(logprobs))
@@ -56,11 +58,41 @@ def _logprobs(model: nn.Module, features: Sequence[dict[str, list[int]]]) -> lis
     """Return the log-probability of each label of each feature."""
     step = StepCollator(max_tokens=MAX_TOKENS, merge_labels=False)(features)
     found: list[list[float]] = [[] for _ in features]
-    with evaluating(model), shared_for_a_while(model), torch.no_grad():
-        plain_head = has_plain_head(model)
-        device = next(parts_of(model).backbone.parameters()).device
-        for batch, members in zip(step.to(device).micro_batches, step.members, strict=True):
-            logprobs = forward_rows(model, batch, plain_head).logprobs()
-            for sequence, _, logprob in labelled_logprobs(batch, logprobs):
-                found[members[sequence]].append(logprob)
+    parts = parts_of(model_inside(model))
+    try:
+        check_around(model, parts)
+        with evaluating(parts.base), shared_to_score(parts), torch.no_grad():
+            _check_sizes(parts, features)
+            plain_head = has_plain_head(parts.base)
+            device = next(parts.backbone.parameters()).device
+            for batch, members in zip(step.to(device).micro_batches, step.members, strict=True):
+                logprobs = forward_rows(parts.base, batch, plain_head).logprobs()
+                for sequence, _, logprob in labelled_logprobs(batch, logprobs):
+                    found[members[sequence]].append(logprob)
+    except UserError as error:
+        raise UserError(str(error).replace(TRAIN_WITHOUT_SHARING, WITHOUT["score_completions"])) from None
     return found
+
+
+def _check_sizes(parts: Parts, features: Sequence[dict[str, list[int]]]) -> None:
+    """Refuse more tokens than the model has positions for, and token ids that it does not have."""
+    longest = max(len(feature["input_ids"]) for feature in features)
+    limit, table = limit_of(parts.decoder, longest, longest - 1), positions_in_table(parts.decoder)
+    if limit is None and table is not None and longest > table:
+        limit = Limit(f"a table of {table} positions", table)
+    if limit is not None:
+        raise UserError(
+            f"{parts.name} has {limit.reason}, and the longest prompt with its completion has {longest} tokens; "
+            f"shorten them to {limit.tokens}"
+        )
+    largest = max(int(max(feature["input_ids"])) for feature in features)
+    sizes = (
+        getattr(parts.base.get_input_embeddings(), "num_embeddings", None),
+        getattr(parts.head, "out_features", None),
+    )
+    num_ids = min(filter(None, sizes), default=largest + 1)  # a wrapper of either may not say
+    if largest >= num_ids:
+        raise UserError(
+            f"the prompts or completions have the token id {largest}, and {parts.name} has ids from 0 to "
+            f"{num_ids - 1}: are they of the tokenizer of this model?"
+        )

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from radixtrain.collators.misuse_guard import SHARED
 from radixtrain.collators.steps import Step
-from radixtrain.errors import UserError
-from radixtrain.hf.backbone import parts_of, pretrained_model_of
+from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.hf.backbone import Parts, parts_of, pretrained_model_of
 from radixtrain.hf.guards.batch import check_only_cross_entropy
-from radixtrain.hf.guards.code import is_hooked
+from radixtrain.hf.guards.code import code_in, is_hooked
 from radixtrain.hf.head import has_plain_head, hidden_rows, is_padded, logits_rows
 from radixtrain.loss import linear_cross_entropy, linear_logprobs, logits_cross_entropy, logits_logprobs
 from radixtrain.tree.layout import sequences_of
@@ -78,9 +78,28 @@ def forward_rows(model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -
     parts = parts_of(model)
     if not is_padded(batch) and not hasattr(parts.backbone, SHARED):  # it would attend from row to row
         raise UserError(f"{parts.name} got a radix batch, but it is not shared: call radixtrain.share_prefixes(model)")
+    check_around(model, parts)
     if plain_head:
         return PredictingRows(hidden_rows(parts, inputs), parts.head, Targets.of(batch))
     return PredictingRows(logits_rows(parts, inputs), None, Targets.of(batch))
+
+
+def check_around(model: nn.Module, parts: Parts) -> None:
+    """Refuse what a model or its wrapper does besides the parts: it would see the rows that predict, or nothing.
+
+    That is code of a third party, unless it is declared `position_wise`, and the learned prompts of PEFT.
+
+    model: as the user gave it, maybe a module around the Hugging Face model.
+    """
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UserError(
+            f"{type(model).__name__} puts learned rows or keys before the tokens, and its {parts.name} is called "
+            f"without them; {TRAIN_WITHOUT_SHARING}"
+        )
+    hooked = [each for each in (model, parts.base) if is_hooked(each)]
+    reason = code_in(parts.base, parts.decoder, parts.head, [*hooked, parts.backbone]).refused if hooked else None
+    if reason is not None:
+        raise UserError(f"{parts.name}: {reason}; leave it out, or {TRAIN_WITHOUT_SHARING}")
 
 
 def inputs_of(batch: Mapping[str, Any], **known: object) -> dict[str, Any]:
@@ -115,8 +134,9 @@ def step_losses(model: nn.Module, step: Step) -> Iterator[Tensor]:
     DDP, and average each `.grad` after the last `backward`.
 
     Call `backward` on each term before the next one is drawn, which frees its activations.
-    Raises UserError for a model that adds to the cross-entropy or replaces it, as `output_router_logits` does, and for
-    hooks on a wrapper of the model, which is not called.
+    Raises UserError for a model that adds to the cross-entropy or replaces it, as `output_router_logits` does, for
+    hooks on a wrapper of the model, which is not called, for those of a third party on the model, and for the learned
+    prompts of PEFT.
 
     >>> for loss in step_losses(share_prefixes(model), StepCollator(max_tokens=4096)(rows)):
     ...     loss.backward()

@@ -110,7 +110,8 @@ def share_prefixes(
     )
     check_supported(parts, "share_prefixes" if sp_group is None else "RadixCollator")
     check_choice(parts.decoder, attention, kernel)
-    _install(parts, options, None if sp_group is None else SplitModel(model, parts, sp_group))
+    refused = why_unsupported(parts, "RadixCollator")
+    _install(parts, options, None if sp_group is None else SplitModel(model, parts, sp_group), refused)
     return model
 
 
@@ -163,16 +164,17 @@ def _state_of(model: nn.Module) -> _State | None:
 
 
 @contextmanager
-def shared_for_a_while(model: nn.Module) -> Iterator[None]:
-    """Share a model that is not shared, and restore it afterwards."""
-    is_shared = _state_of(model) is not None
+def shared_to_score(parts: Parts) -> Iterator[None]:
+    """Share a model that is not shared, and restore it afterwards. Raises UserError if it cannot score completions."""
+    check_supported(parts, "score_completions")
+    is_shared = _state_of(parts.base) is not None
     if not is_shared:
-        share_prefixes(model)
+        _install(parts, Options("auto", "auto", 1, 1.1, ()), None, refused=None)
     try:
         yield
     finally:
         if not is_shared:
-            restore_model(model)
+            restore_model(parts.base)
 
 
 def options_of(model: nn.Module) -> dict[str, Any] | None:
@@ -205,8 +207,8 @@ def restore_model(model: ModelT) -> ModelT:
     return model
 
 
-def _install(parts: Parts, options: Options, split: SplitModel | None) -> None:
-    """Set the hooks, replacing those that the model has."""
+def _install(parts: Parts, options: Options, split: SplitModel | None, refused: str | None) -> None:
+    """Set the hooks, replacing those that the model has. refused: why it takes no batch of a `RadixCollator`."""
     restore_model(parts.base)
     if hasattr(parts.backbone, SHARED):  # two sets of hooks would run
         raise UserError(
@@ -223,7 +225,7 @@ def _install(parts: Parts, options: Options, split: SplitModel | None) -> None:
         mixers=mixers,
         progress=progress,
         traits=traits_of(parts.decoder),
-        collated=CollatedBatches(options, why_unsupported(parts, "RadixCollator"), rows, progress, report),
+        collated=CollatedBatches(options, refused, rows, progress, report),
         padded=PaddedSharing(options, generates, progress, report),
         watch=SharingWatch(parts.name),
         report=report,

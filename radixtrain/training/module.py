@@ -28,7 +28,7 @@ from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, 
 from radixtrain.training.fault_tolerance.run_state import Position, seed_per_rank
 from radixtrain.training.optimizer import num_steps_of_run, optimizer_of, schedule
 from radixtrain.training.progress import Speed
-from radixtrain.training.start.loading import load_trainable
+from radixtrain.training.start.loading import check_draws, load_trainable
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
@@ -81,6 +81,11 @@ class RadixModule(L.LightningModule):
         if self.model is None:
             self.model = load_trainable(self.hparams)
             self.plain_head = has_plain_head(self.model)
+
+    def check_draws(self) -> None:
+        """Raise UserError for a dropout that the first step would refuse. Call it after `configure_model`."""
+        assert self.model is not None
+        check_draws(self.model, self.hparams)
 
     def split_rows(self) -> None:
         """Let the ranks of a group compute each micro-batch together, if there are groups; see `form_groups`.

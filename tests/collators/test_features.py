@@ -77,10 +77,14 @@ REFUSED: list[tuple[Any, str]] = [
     ({**ROW, "input_ids": [1, 2, N]}, "input_ids must not be negative: input_ids[2] = -100"),
     ({**ROW, "labels": [1, 2, -1]}, "labels must not be negative: labels[2] = -1"),
     ({**ROW, "position_ids": [0, 1, -1]}, "position_ids must not be negative: position_ids[2] = -1"),
+    (
+        {**ROW, "labels": np.array([8, 2**64 - 100, 9], np.uint64)},
+        f"labels must be below 2^63: labels[1] = {2**64 - 100}",
+    ),
     # padding, and rows that another packer filled
     *(({**ROW, "attention_mask": mask}, f"attention_mask[{mask.index(0)}] {PADDED}") for mask in MASKS),
     ({**ROW, "attention_mask": [1, 2, 1]}, "attention_mask must be 0 or 1: attention_mask[1] = 2"),
-    ({**ROW, "seq_lengths": [2, 1]}, PACKED),
+    *(({**ROW, "seq_lengths": lengths}, PACKED) for lengths in ([2, 1], [2])),
     ({**ROW, "position_ids": [0, 1, 0]}, PACKED),
     # floats
     ({**ROW, "loss_weights": [1.0]}, "loss_weights has 1 entries, input_ids has 3"),
@@ -133,7 +137,7 @@ IGNORED = [
     *(("images", nothing) for nothing in ([], None, [None], np.array([], dtype=object))),
     *(("words", words) for words in (np.array(["a", "b"]), np.array(["a", None], dtype=object), [None, None])),
     *(("made", made) for made in (date(2026, 1, 1), datetime(2026, 1, 1), np.datetime64("2026-01-01"))),
-    ("seq_lengths", None),
+    *(("seq_lengths", one) for one in (None, [3], torch.tensor([3]))),
     ("attention_mask", torch.ones(3, dtype=torch.uint8)),
     *((name, [1, 2, 3]) for name in sorted(HARMLESS)),
 ]

@@ -91,6 +91,20 @@ def test_the_table_of_the_page():
     assert PrefixGroupedSampler(rows, 32).together == 16
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "together"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2), (6, 3), (7, 3), (11, 5), (13, 6), (15, 7)]
+)
+def test_the_choice_for_any_size(rows, batch_size, together):
+    """A prime has no divisor that would do; r is then as much above that of a plain shuffle as of other sizes."""
+    sampler, shuffled = PrefixGroupedSampler(rows, batch_size), PrefixGroupedSampler(rows, batch_size, 1)
+    assert sampler.together == together
+    r, plain = (
+        ratio_of_batches(lambda index: [np.array(rows[index])], in_batches(list(each), batch_size), None)
+        for each in (sampler, shuffled)
+    )
+    assert r > 1.2 * plain or batch_size == 1
+
+
 @pytest.mark.parametrize(("together", "part"), [(1, 0.7), (3, 0.9)])
 def test_batches_of_a_step(rows, together, part):
     """A step has the rows of a batch as large as it, in sorted order; its batches have fewer tokens than as drawn."""

@@ -4,7 +4,8 @@
 what is drawn at random only in training, a limit that a few short rows do not reach, or a soft-cap that small scores do
 not reach. And it cannot run while the weights are spread over processes. `RULES` holds the rest.
 
-The entry points are `share_prefixes`, the batches of a `RadixCollator`, which a shared model takes too, and `generate`.
+The entry points are `share_prefixes`, the batches of a `RadixCollator`, which a shared model takes too, `generate`, and
+`score_completions`, which uses such batches without training.
 The rules are applied when a model is given to one of them, and again at the next call after the model has changed:
 Hugging Face reads most settings in every call. What depends on a batch is checked in `batch.py`.
 """
@@ -39,15 +40,17 @@ from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.versions import before, untested
 
-EntryPoint = Literal["share_prefixes", "RadixCollator", "generate"]
+EntryPoint = Literal["share_prefixes", "RadixCollator", "generate", "score_completions"]
 WITHOUT: dict[EntryPoint, str] = {
     "share_prefixes": TRAIN_WITHOUT_SHARING,
     "RadixCollator": TRAIN_WITHOUT_SHARING,
     "generate": "use model.generate",
+    "score_completions": "read the logits of ordinary batches",
 }
 TRAINING: tuple[EntryPoint, ...] = ("share_prefixes", "RadixCollator")
 STORED: tuple[EntryPoint, ...] = ("generate",)  # keys and values
-ALL: tuple[EntryPoint, ...] = ("share_prefixes", "RadixCollator", "generate")
+COLLATED: tuple[EntryPoint, ...] = ("RadixCollator", "score_completions")
+ALL: tuple[EntryPoint, ...] = (*TRAINING, "generate", "score_completions")
 
 CAUSAL_CLASSES = {
     name
@@ -382,8 +385,8 @@ RULES = (
         ("RadixCollator",),
         "use a ...ForCausalLM class, or share_prefixes(model) with ordinary batches",
     ),
-    Rule(_predicts_no_next_tokens, ("generate",), "load it with AutoModelForCausalLM"),
-    Rule(_has_no_head, ("generate",), "load it with AutoModelForCausalLM"),
+    Rule(_predicts_no_next_tokens, ("generate", "score_completions"), "load it with AutoModelForCausalLM"),
+    Rule(_has_no_head, ("generate", "score_completions"), "load it with AutoModelForCausalLM"),
     Rule(_chooses_a_span, ("share_prefixes",)),
     # What a cache of keys and values cannot hold.
     Rule(_has_recurrent_layers, STORED),
@@ -396,9 +399,9 @@ RULES = (
     Rule(_computes_in_chunks, fix="set it to 0, which changes no result, or {without}"),
     Rule(_looks_through_the_batch, fix="leave them out, or {without}"),
     # What the trial would find too, where it can run, without the reason.
-    Rule(_has_other_attention, ("RadixCollator", "generate")),
+    Rule(_has_other_attention, (*COLLATED, "generate")),
     Rule(_takes_no_positions),
     Rule(_counts_from_padding),
     Rule(_may_be_an_encoder, TRAINING, "use a decoder, or {without}"),
-    Rule(_keeps_a_batch_to_itself, ("RadixCollator",), "use share_prefixes(model) with ordinary batches"),
+    Rule(_keeps_a_batch_to_itself, COLLATED, "use share_prefixes(model) with ordinary batches"),
 )

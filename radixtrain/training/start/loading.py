@@ -22,6 +22,7 @@ from transformers import (
 
 from radixtrain.errors import UserError, did_you_mean, first_line
 from radixtrain.hf.activation_checkpointing import recompute
+from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.config import (
     MODEL_JSON,
     MODEL_NAMES,
@@ -32,6 +33,7 @@ from radixtrain.hf.config import (
     reason_of,
 )
 from radixtrain.hf.guards.batch import check_not_shared, check_only_cross_entropy, check_soft_cap
+from radixtrain.hf.guards.draws import number_that_draws
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable, with_plain_weights
 from radixtrain.hf.share import check_takes_collated, share_prefixes
 from radixtrain.screen import logged_from
@@ -65,6 +67,27 @@ def load_trainable(settings: ModelSettings) -> Any:
         share_prefixes(model, attention=settings.attention, kernel=settings.kernel, allow_dropout=allowed)
     logger.info("%s, %s parameters", type(model).__name__, f"{num_parameters(model)[0]:,}")
     return model.train()
+
+
+def check_draws(model: nn.Module, settings: ModelSettings) -> None:
+    """Refuse a dropout that the first shared step would refuse, by the key that sets it.
+
+    model: of `load_trainable`, in training mode.
+    """
+    if not settings.dedup:
+        return
+    parts = parts_of(model)
+    for root in (parts.decoder, parts.head):
+        number, name = number_that_draws(root, settings.allow_dropout or ())
+        if not number:
+            continue
+        is_lora = settings.use_peft and name == "lora_dropout"
+        where = f"model.lora_dropout is {settings.lora_dropout}" if is_lora else f"{parts.name} has {number}"
+        fix = "set it to 0" if is_lora else "set it to 0 in the config.json of the checkpoint"
+        raise UserError(
+            f"{where}: a shared token would draw once, but an ordinary batch draws once per copy; {fix}, or allow it: "
+            f"model.allow_dropout: [{name}]; or set dedup: false"
+        )
 
 
 def with_training_options(model: Any, settings: ModelSettings) -> Any:

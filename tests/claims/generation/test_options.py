@@ -107,7 +107,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "output_hidden_states=True is not supported",
     ),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported, because proposed"),
-    "an assistant": ({"assistant_model": object()}, "assistant_model=.* is not supported, because proposed tokens"),
+    "an assistant": (
+        {"assistant_model": torch.nn.Linear(1, 1)},
+        "assistant_model=Linear is not supported, because proposed tokens",
+    ),
     "another loop": ({"custom_generate": "transformers-community/dola"}, "custom_generate='.*' is not supported"),
     "contrastive search": (
         {"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True},

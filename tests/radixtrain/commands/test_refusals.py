@@ -49,6 +49,7 @@ SETTINGS = {
     "--model.model_name_or_path={shop}/nowhere": "model.model_name_or_path: no such folder: {shop}/nowhere",
     "--model.use_peft=true --model.lora_target_modules=[nope]": "model.lora_target_modules: no layer has a name of ['n",
     "--model.use_peft=true --model.lora_target_modules=[lm_head]": "model.lora_target_modules: lm_head shares its weig",
+    "--model.use_peft=true --model.lora_dropout=0.1": "model.lora_dropout is 0.1: a shared token would draw once, but",
     "--data.train_file={shop}/none.jsonl": "no such file: {shop}/none.jsonl",
     "--data.split_turns=false": "split_turns: false: the chat template has no generation markers; set split",
     "--data.max_length=20": "{shop}/train.jsonl:1: 74 tokens exceed max_length 20; raise max_length or set ",

@@ -1,10 +1,13 @@
 """Log-probabilities of completions, beside ordinary forward passes in float64."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
+import peft
 import pytest
 import torch
+from torch import nn
 
 from radixtrain import score_completions, share_prefixes
 from radixtrain.errors import UserError
@@ -88,3 +91,74 @@ def test_a_prompt_is_computed_once(model: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_errors_by_name(model: Any, prompts: Any, completions: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         score_completions(model, prompts, completions)
+
+
+def with_hook(model: Any, module: Any = None) -> Any:
+    """One that reads other places of its output."""
+    where = model if module is None else module(model)
+
+    def mix(_: Any, args: Any, output: Any) -> Any:
+        logits = output if isinstance(output, torch.Tensor) else output.logits
+        return logits - logits.mean(1, keepdim=True) if output is logits else output
+
+    where.register_forward_hook(mix)
+    return model
+
+
+def with_prompts(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+def with_forward(model: Any) -> Any:
+    ordinary = model.forward
+    model.forward = lambda *args, **kwargs: ordinary(*args, **kwargs)
+    return model
+
+
+INSTEAD = "or read the logits of ordinary batches"
+REFUSED: dict[str, tuple[Callable[[Any], Any], list[Ids], str]] = {
+    "a hook on the model": (with_hook, PROMPTS, rf"a hook on Qwen3ForCausalLM .*mix.*; leave it out, {INSTEAD}"),
+    "a hook on its wrapper": (
+        lambda model: with_hook(nn.Sequential(model)),
+        PROMPTS,
+        rf"a hook on Sequential .*mix.*; leave it out, {INSTEAD}",
+    ),
+    "a hook on its head": (
+        lambda model: with_hook(model, lambda each: each.lm_head),
+        PROMPTS,
+        rf"a hook on Linear .*mix.*, {INSTEAD}",
+    ),
+    "a forward of its own": (with_forward, PROMPTS, rf"Qwen3ForCausalLM.forward .*; leave it out, {INSTEAD}"),
+    "learned prompts": (with_prompts, PROMPTS, "PeftModelForCausalLM puts learned rows or keys before the tokens"),
+    "a token id": (lambda model: model, [[1, 50]], "have the token id 50, and Qwen3ForCausalLM has ids from 0 to 49"),
+    "a table of positions": (
+        lambda _: tiny_model("GPT2LMHeadModel", n_positions=8),
+        [[1] * 6],
+        "has a table of 8 positions, and the longest prompt with its completion has 9 tokens; shorten them to 8",
+    ),
+    "chunks": (
+        lambda _: tiny_model("Llama4ForCausalLM", attention_chunk_size=8),
+        [[1] * 6],
+        "within chunks of 8 tokens, .* has 9 tokens; shorten them to 8",
+    ),
+    "no head": (lambda model: model.model, PROMPTS, "has no head that predicts next tokens; load it with AutoModelFor"),
+    "another head": (lambda _: tiny_model("Qwen3ForSequenceClassification"), PROMPTS, "; load it with AutoModelFor"),
+    "no positions": (lambda _: tiny_model("BloomForCausalLM"), PROMPTS, "; read the logits of ordinary batches"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_models_and_ids(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    """By name, without advice for training."""
+    change, prompts, message = REFUSED[name]
+    with pytest.raises(UserError, match=message) as raised:
+        score_completions(change(tiny_qwen3(vocab_size=50)), prompts, [[[1, 2, 3]]] * len(prompts))
+    assert "train it" not in str(raised.value) and "max_length" not in str(raised.value)
+
+
+def test_what_draws_only_in_training_and_modules_around_a_model(tiny_qwen3: Callable[..., Any]) -> None:
+    model = tiny_qwen3(vocab_size=400, attention_dropout=0.1).double()
+    for given in (model, nn.Sequential(model)):
+        found = score_completions(given, PROMPTS, [COMPLETIONS] * 4)
+        assert model.training and options_of(model) is None
+        assert_right(deepcopy(model).eval(), PROMPTS, [COMPLETIONS] * 4, found)

@@ -99,6 +99,16 @@ def with_lora_and_a_hook(model: Any) -> Any:
     return model
 
 
+def with_learned_prompts(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    return peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+def with_a_hook(model: Any) -> Any:
+    model.register_forward_hook(halved_logits)
+    return model
+
+
 def with_another_loss(model: Any) -> Any:
     model.loss_function = torch.nn.functional.cross_entropy
     return model
@@ -114,6 +124,8 @@ NOT_ITS_LOSS: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"adds a regularizer of AdaLoRA \(orth_reg_weight=0\.5\), .* set orth_reg_weight to 0\.0",
     ),
     "its own": (with_another_loss, r"has its own loss_function \(torch\.nn\.functional\)"),
+    "learned prompts": (with_learned_prompts, "PeftModelForCausalLM puts learned rows or keys before the tokens"),
+    "a hook on the model": (with_a_hook, r"a hook on Qwen3ForCausalLM .*halved_logits\) would see the unique tokens"),
     "a hook on PEFT": (with_lora_and_a_hook, "calls the Qwen3ForCausalLM inside of PeftModel.*, so hooks on that"),
 }
 

@@ -14,7 +14,14 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3Config
 from radixtrain.errors import UserError
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.module import RadixModule
-from radixtrain.training.start.loading import auto_class, layer_period, load_model, load_trainable, random_trainable
+from radixtrain.training.start.loading import (
+    auto_class,
+    check_draws,
+    layer_period,
+    load_model,
+    load_trainable,
+    random_trainable,
+)
 from tests.support import FULL, cases
 from tests.support.models import tiny_config, tiny_model, tiny_qwen3
 
@@ -59,6 +66,16 @@ def test_what_is_not_loaded(tmp_path, wrote, sizes, given, said):
     tiny_model(wrote, **sizes).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=said):
         load_trainable(settings(tmp_path, **given))
+
+
+def test_a_dropout_of_the_checkpoint(tmp_path):
+    """What LoRA adds is refused by its key: commands/test_refusals.py."""
+    tiny_model("Starcoder2ForCausalLM", residual_dropout=0.1).save_pretrained(tmp_path)
+    model = load_trainable(settings(tmp_path))
+    with pytest.raises(UserError, match=r"residual_dropout=0\.1: .* config\.json .*: \[residual_dropout\]"):
+        check_draws(model, settings(tmp_path))
+    check_draws(model, settings(tmp_path, allow_dropout=["residual_dropout"]))
+    check_draws(model, settings(tmp_path, dedup=False))
 
 
 def test_float16_weights_need_a_loss_scale(tmp_path):
