@@ -37,7 +37,6 @@ class CollatedBatches:
 
     refused: why the model cannot use such a batch; None if it can.
     split: their rows over the ranks of `sp_group`; None without one.
-    was_training: whether the last batch came in training mode: then the evaluations of its trainer have been checked.
     """
 
     options: Options
@@ -45,7 +44,6 @@ class CollatedBatches:
     split: RowSplit | None
     progress: Progress
     report: SharingReport
-    was_training: bool = False
 
     def arguments(self, parts: Parts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the call that computes unique tokens. Raises UserError if it would be inexact.
@@ -53,10 +51,8 @@ class CollatedBatches:
         parts: of the model, whose backbone is called with args and kwargs.
         """
         model, backbone, decoder = parts
-        if not (self.was_training and backbone.training and torch.is_grad_enabled()):
-            end_watch()
-            check_evaluation()
-            self.was_training = backbone.training
+        end_watch()
+        check_evaluation()
         given = arguments_of(backbone, args, kwargs)
         radix = on_device_of_rows(given.pop(RADIX), given)
         layout = own_layout(radix)

@@ -128,6 +128,17 @@ def test_metrics_of_radix_batches_are_refused(tmp_path, make_trainer, how):
     assert trainer.state.global_step == 0
 
 
+def test_a_second_trainer_of_one_model_is_checked_before_it_trains(tmp_path):
+    shared, collator = radix()
+    hugging_face(shared, collator, tmp_path).train()
+    trainer = hugging_face(
+        shared, collator, tmp_path, arguments={"eval_strategy": "steps", "eval_steps": 2}, **metrics()
+    )
+    with pytest.raises(UserError, match=REFUSED):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 @pytest.mark.parametrize("collator", [radix()[1], lambda rows: radix()[1](rows)])
 def test_a_training_without_such_an_evaluation_runs(tmp_path, collator):
     """None during training, or with the collator of another loader."""
