@@ -84,7 +84,7 @@ def test_steps_run_on_cuda_and_wait_where_it_is_known(library: Path, group: str,
             assert max(shared for _, shared in case["shared"]) <= 227 * 1024, name
             kernels = {kernel for kernel, _ in case["shared"]}
             if name.startswith("the loss"):
-                assert len(kernels) == (4 if "bfloat16" in name else 3), "two of the logits, the others of the targets"
+                assert len(kernels) == 4, "two of the logits, two of the targets"
                 continue
             attention = [kernel for kernel, _ in case["shared"] if "_tem_" in kernel]
             assert len(attention) == (4 if name == "windows and sinks" else 2), "not one for each layer"
