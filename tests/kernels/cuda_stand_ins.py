@@ -244,10 +244,16 @@ class Flash:
         for entry, (start, end) in enumerate(pairwise(starts)):
             assert (padded[entry, :, end - start : ceil_32(end - start)] == float("inf")).all()
             lse[:, start:end] = padded[entry, :, : end - start]
-        grads = EagerKernel().backward(*(x[0] for x in tensors), lse, ragged, scoring)
-        for grad, bounds in zip(grads, (ragged.cu_seqlens_q, *[ragged.cu_seqlens_k] * 2), strict=True):
-            grad[: bounds[0]] = grad[bounds[-1] :] = float("nan")
-        return *(grad[None] for grad in grads), dout.new_zeros(0)
+        of_q, of_k = ragged.cu_seqlens_q, ragged.cu_seqlens_k
+        queries, keys = (slice(int(bounds[0]), int(bounds[-1])) for bounds in (of_q, of_k))
+        inside = [x[0, keys if x is k or x is v else queries] for x in tensors]
+        longest = int(of_q.diff().max()), int(of_k.diff().max())
+        entries = Ragged(of_q - of_q[0], of_k - of_k[0], *longest, ragged.causal)
+        shares = EagerKernel().backward(*inside, lse[:, queries], entries, scoring)
+        grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+        for grad, rows, share in zip(grads, (queries, keys, keys), shares, strict=True):
+            grad[0, rows] = share
+        return *grads, dout.new_zeros(0)
 
     def _dense_call(self, given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Ragged, Scoring]:
         number, num_queries, num_keys, causal = len(q), q.shape[2], k.shape[2], given["is_causal"]

@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from itertools import accumulate, product
 from types import ModuleType
@@ -118,11 +119,11 @@ def on_cuda(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: Sc
 
 
 def by_softmax(plan: PrefixPlan, scoring: Scoring) -> Callable[..., Tensor]:
-    return partial(one_softmax, distances=distances_of_plan(plan), **vars(scoring))
+    return partial(one_softmax, distances=distances_of_plan(plan), **asdict(scoring))
 
 
-def calls_of(strategy: str, layout: TreeLayout) -> list[Ragged]:
-    return [piece.ragged for piece in route_of(strategy, layout).pieces]
+def calls_of(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: Scoring) -> list[Ragged]:
+    return [piece.ragged for piece in route_of(strategy, layout, kernel, scoring).pieces]
 
 
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
@@ -133,7 +134,7 @@ def test_float64(kernel: VarlenKernel, rules: Flash, scoring: Scoring) -> None:
     for (name, sequences), strategy, groups in product(TRIES.items(), strategies, (1, 4)):
         plan = plan_of(sequences, pad_to_multiple_of=4 if groups == 1 else None)
         layout, tensors = TreeLayout.from_plan(plan), inputs(plan, (4, groups), 8, torch.float64)
-        attention, calls = on_cuda(strategy, layout, kernel, scoring), calls_of(strategy, layout)
+        attention, calls = on_cuda(strategy, layout, kernel, scoring), calls_of(strategy, layout, kernel, scoring)
         assert all((call.cu_seqlens_q.diff() > 0).all() and (call.cu_seqlens_k.diff() > 0).all() for call in calls)
         if scoring.softcap and type(kernel) in INSIDE_TORCH.values():
             with pytest.raises(AssertionError, match="refuses a soft-cap on this kernel"):
@@ -250,7 +251,8 @@ def test_efficient_in_several_calls(monkeypatch: pytest.MonkeyPatch, rules: Flas
         with NothingIsReadBack():
             actual = with_gradients(on_cuda(strategy, layout, EfficientKernel(), scoring), tensors)
         assert_exact(actual, truth, strategy)
-        assert rules.num_backward == sum(len(call.cu_seqlens_q) - 1 for call in calls_of(strategy, layout))
+        calls = calls_of(strategy, layout, EfficientKernel(), scoring)
+        assert rules.num_backward == sum(len(call.cu_seqlens_q) - 1 for call in calls)
 
 
 @pytest.mark.parametrize("name", INSIDE_TORCH)

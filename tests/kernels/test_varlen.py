@@ -4,6 +4,7 @@ T query tokens, J key tokens, N query heads, K key/value heads, H head dim.
 """
 
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import accumulate, product
 
 import pytest
@@ -71,7 +72,7 @@ def tensors_of(case: Case, heads: tuple[int, int], head_dim: int, dtype: torch.d
 def by_softmax(tensors: list[Tensor], case: Case, scoring: Scoring) -> list[Tensor]:
     """out, lse, dq, dk, dv by autograd."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
-    out, lse = softmax_and_lse(*leaves, distances=distances_of(case), **vars(scoring))
+    out, lse = softmax_and_lse(*leaves, distances=distances_of(case), **asdict(scoring))
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
 
 

@@ -43,7 +43,8 @@ def set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None
 def number_that_draws(root: nn.Module, allowed: Collection[str] = ()) -> tuple[str, str]:
     """Name a number by which a module may draw, such as `layers.0.dropout=0.1`, and what would allow it: `dropout`.
 
-    Both are empty without such a number in a module in training mode. PEFT's layers hold one for each adapter.
+    Both are empty without such a number in a module in training mode. PEFT's layers hold one for each adapter; those
+    that are not active draw nothing.
 
     allowed: as `allow_dropout` of `share_prefixes`.
     """
@@ -56,7 +57,8 @@ def number_that_draws(root: nn.Module, allowed: Collection[str] = ()) -> tuple[s
                 name_of_it = name
             else:
                 continue
-            numbers = value.values() if isinstance(value, dict) else [value]
+            active = getattr(module, "active_adapters", value)
+            numbers = [value[each] for each in active if each in value] if isinstance(value, dict) else [value]
             number = next((each for each in numbers if type(each) in (int, float) and each), None)
             if number is not None and not {*inside, name}.intersection(allowed):
                 return f"{'.'.join([*inside, name])}={number}", name_of_it
