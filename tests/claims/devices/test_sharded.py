@@ -75,8 +75,11 @@ def batches_of(rank: int) -> list[dict[str, Tensor]]:
 
 
 def radix(batch: dict[str, Tensor]) -> dict[str, Any]:
-    rows = zip(*(each.tolist() for each in batch.values()), strict=True)
-    return RadixCollator()([dict(zip(batch, row, strict=True)) for row in rows])
+    attended = batch["attention_mask"].bool()
+    rows = range(len(attended))
+    return RadixCollator()(
+        [{name: batch[name][row][attended[row]] for name in ("input_ids", "labels")} for row in rows]
+    )
 
 
 def trained(model: Any, batches: list[Any]) -> Values:
