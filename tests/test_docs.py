@@ -229,7 +229,7 @@ def test_the_program_of_a_task_trains(page: str, shop: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     run = [{"role": role, "content": f"Shelf {number}."} for number in range(3) for role in ("user", "assistant")]
     Path("runs.jsonl").write_text(f"{json.dumps({'messages': run})}\n" * 4, encoding="utf-8")
-    short = 'max_steps=1, logging_steps=1, use_cpu=True, report_to="none", save_strategy="no", output_dir='
+    short = 'max_steps=1, logging_steps=1, report_to="none", save_strategy="no", output_dir='
     names: dict[str, Any] = {}
     exec(code.replace("output_dir=", short).replace("Qwen/Qwen3-0.6B", str(shop / "model")), names)
     assert [len(row["prompt"]) for row in names["rows"]] == ([1, 3, 5] if page == RUNS else [2]) * 4

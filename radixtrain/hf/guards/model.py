@@ -22,6 +22,8 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from math import isfinite
+from statistics import median
 from threading import RLock, get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -221,6 +223,11 @@ class _Pass(NamedTuple):
             if not (of_weight - other.weights[name]).norm() <= bar * max(float(of_weight.norm()), largest / 10):
                 yield name
 
+    def usual_distance(self, other: _Pass) -> float:
+        """Return the median distance. That of one parameter may be small by luck: it is of a product with a vector."""
+        distances = [_distance(each, other.weights[name]) for name, each in self.weights.items()]
+        return median([each for each in distances if isfinite(each)] or [0.0])
+
 
 def _tried(
     backbone: Any,
@@ -294,9 +301,11 @@ def _tried(
                     return f"computes a token from others, or from its place among them{first}"
                 if _distance(*pairs[1]) > ROUNDING * _distance(expected.gradient, moved.gradient):
                     return "has a gradient that is not the sum over the copies of a token"
+                usual = expected.usual_distance(moved)
                 for name in suspects:
                     of_weight, others, rounded = (each.weights[name] for each in (expected, found, moved))
-                    if (of_weight - others).norm() > ROUNDING * (of_weight - rounded).norm():
+                    distance = max(float((of_weight - rounded).norm()), usual * float(of_weight.norm()))
+                    if not (of_weight - others).norm() <= ROUNDING * distance:
                         return f"has another gradient of {name}, such as by an average over the tokens of a batch"
             num_layers = num_attention_layers(decoder) if text_layers(decoder) else None
             call.check_layers(backbone, num_layers, "attended without the tree")
