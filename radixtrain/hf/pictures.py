@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from radixtrain.hf.backbone import IMAGE_TOKEN, found
+from radixtrain.hf.backbone import IMAGE_TOKEN, found, text_decoder_of
+from radixtrain.hf.guards.code import has_unknown_code
 from radixtrain.hf.guards.draws import generator_states, has_drawn, set_generator_states
 from radixtrain.hf.progress import upstream
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
@@ -102,7 +103,7 @@ def _computed(compute: Callable[..., Any], backbone: Any, given: Mapping[str, An
     if not pictures:
         return compute(**given), Pictures(None)
     owners, first = _distinct(pictures)
-    if len(first) < len(pictures) and not _has_batch_norms(backbone):
+    if len(first) < len(pictures) and not _may_read_other_pictures(backbone):
         states = generator_states(device := pictures[0]["pixel_values"].device)
         chosen = {name: torch.cat([pictures[index][name] for index in first]) for name in pictures[0]}
         if counts is not None:
@@ -129,9 +130,16 @@ def _each_has_its_gradient(pictures: Sequence[Picture]) -> bool:
     return torch.is_grad_enabled() and any(each.requires_grad for each in pictures[0].values())
 
 
-def _has_batch_norms(backbone: nn.Module) -> bool:
-    """Return whether a picture changes statistics of a batch, once for each copy."""
-    return any(module.training and isinstance(module, BATCH_NORMS) for module in backbone.modules())
+def _may_read_other_pictures(backbone: Any) -> bool:
+    """Return whether copies of a picture may count in what the tower makes of others.
+
+    They do in the statistics of a batch; code of a third party may do the same, in the tower or on the way from it.
+    """
+    of_text = {backbone, *text_decoder_of(backbone).modules()}
+    return any(
+        (module.training and isinstance(module, BATCH_NORMS)) or (module not in of_text and has_unknown_code(module))
+        for module in backbone.modules()
+    )
 
 
 def _split(given: Mapping[str, Any]) -> tuple[list[Picture], IntArray | None]:

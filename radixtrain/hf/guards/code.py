@@ -121,6 +121,12 @@ def hooks_between_ours(backbone: nn.Module) -> list[Any]:
     return before[first + 1 :] + after[:last]
 
 
+def has_unknown_code(module: nn.Module) -> bool:
+    """Return whether a module has a hook, or a `forward` of its class or its own, that no known package defines."""
+    code = *hooks_of(module), *_on_instance(module), _of_class(type(module), "forward")
+    return _unknown(_functions(*code), KNOWN) is not None
+
+
 def why_recorded() -> str | None:
     """Say what records or changes this call around the model, for other tokens too; None if nothing does."""
     if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:

@@ -175,6 +175,17 @@ def test_a_tower_that_returns_more_than_features_computes_every_image() -> None:
     assert report.num_images == report.num_distinct_images
 
 
+@pytest.mark.parametrize("name", ["Qwen3-VL", "Idefics3"])
+def test_a_hook_that_reads_other_images_gets_every_one(name: str) -> None:
+    """One on the module that makes features for the decoder, which subtracts their mean."""
+    model = KINDS[name].build()
+    ends = ("multi_modal_projector", "visual.merger", "connector")
+    projector = next(module for path, module in model.named_modules() if path.endswith(ends))
+    projector.register_forward_hook(lambda module, args, output: output - output.mean(0, keepdim=True))
+    report = same_call(model, *image_batch_of(KINDS[name], ROWS))
+    assert report.num_images == report.num_distinct_images
+
+
 @pytest.mark.parametrize("name", ["GOT-OCR 2", "LLaVA", "Qwen3-VL"])
 def test_pixels_of_another_dtype(name: str) -> None:
     """GOT-OCR 2 casts them before its tower, others inside of it."""
