@@ -131,7 +131,7 @@ def test_what_tells_equal_tokens_apart_before_the_decoder(change: Callable[[Any]
 def test_what_treats_each_token_alike_before_the_decoder_is_shared() -> None:
     model = LLAVA.build().train()
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: output * 2)
-    model.model.multi_modal_projector.register_forward_hook(lambda module, args, output: output.tanh())
+    model.model.multi_modal_projector.register_forward_hook(position_wise(lambda module, args, output: output.tanh()))
     assert same_call(model, *image_batch_of(LLAVA, TWICE)).num_unique_tokens == 1 + 4 + 1 + 2
 
 
