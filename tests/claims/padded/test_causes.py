@@ -117,7 +117,7 @@ def noise(model: Any) -> None:
 
 def a_tower_that_draws(model: Any) -> None:
     model.model.multi_modal_projector.register_forward_hook(
-        lambda module, args, output: nn.functional.dropout(output, 0.5)
+        position_wise(lambda module, args, output: nn.functional.dropout(output, 0.5))
     )
 
 
@@ -364,7 +364,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any], Callable[[], Any]]] = {
         lambda: test_what_tells_equal_tokens_apart_before_the_decoder(a_tower_that_draws),
     ),
     "batch norms see each image once": (
-        *(pictures, "_has_batch_norms", lambda real, backbone: False),
+        *(pictures, "_may_read_other_pictures", lambda real, backbone: False),
         test_batch_norms_of_a_tower_see_every_image,
     ),
     "copies of learned pixels are one": (
