@@ -75,11 +75,8 @@ def batches_of(rank: int) -> list[dict[str, Tensor]]:
 
 
 def radix(batch: dict[str, Tensor]) -> dict[str, Any]:
-    attended = batch["attention_mask"].bool()
-    rows = range(len(attended))
-    return RadixCollator()(
-        [{name: batch[name][row][attended[row]] for name in ("input_ids", "labels")} for row in rows]
-    )
+    tensors = zip(batch["input_ids"], batch["labels"], batch["attention_mask"].bool(), strict=True)
+    return RadixCollator()([{"input_ids": ids[seen], "labels": labels[seen]} for ids, labels, seen in tensors])
 
 
 def trained(model: Any, batches: list[Any]) -> Values:

@@ -24,16 +24,14 @@ def training(steps: range) -> str:
 
 LOSSES = {
     # lines of each part of a run and the step that it goes on from; losses and validations by step
-    "rows are steps": ([(",,4.0,,1,\n,,3.0,,2,\n2.5,,,,2,\n", 0)], {1: 4.0, 2: 3.0}, {2: 2.5}),
-    "steps after the checkpoint are those of the second part": (
-        [(",,4.0,,1,\n,,3.0,,2,\n,,9.0,,3,\n9.0,,,,3,\n", 0), (",,2.0,,3,\n,,1.0,,4,\n", 2)],
-        {1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0},
-        {},
-    ),
-    "the third part goes on from a step before the second": (
-        [(",,1.0,,1,\n,,1.0,,2,\n,,1.0,,3,\n", 0), (",,2.0,,3,\n,,2.0,,4,\n", 2), (",,3.0,,3,\n", 1)],
+    "steps after a checkpoint are those of the part that goes on from it": (
+        [
+            (",,1.0,,1,\n2.5,,,,1,\n,,1.0,,2,\n,,1.0,,3,\n9.0,,,,3,\n", 0),
+            (",,2.0,,3,\n,,2.0,,4,\n", 2),
+            (",,3.0,,3,\n", 1),
+        ],
         {1: 1.0, 3: 3.0},
-        {},
+        {1: 2.5},
     ),
     "no points, and a line that was not written to its end": (
         [(",,nan,,1,\n,,,,1,\n,,inf,,1,\n,,oops,,1,\n,,1.0,,,\n,,1.0,,1,", 0)],
