@@ -17,7 +17,6 @@ V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/cpu,cpuacct"
     ("own", "files", "cores"),
     [
         ("0::/", {f"{V2}/cpu.max": "max 100000\n"}, CORES),
-        ("0::/", {f"{V2}/cpu.max": "100000 100000\n"}, 1),
         ("0::/", {f"{V2}/cpu.max": "50000 100000\n"}, 1),  # half a core
         ("0::/a/b", {f"{V2}/a/b/cpu.max": "max 100000\n", f"{V2}/a/cpu.max": "150000 100000\n"}, 1),  # of one above
         ("0::/elsewhere", {f"{V2}/cpu.max": "100000 100000\n"}, 1),  # a container sees its own as the top
