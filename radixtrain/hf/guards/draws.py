@@ -57,8 +57,10 @@ def number_that_draws(root: nn.Module, allowed: Collection[str] = ()) -> tuple[s
                 name_of_it = name
             else:
                 continue
-            active = getattr(module, "active_adapters", value)
-            numbers = [value[each] for each in active if each in value] if isinstance(value, dict) else [value]
+            numbers = [value]
+            if isinstance(value, dict):
+                active = getattr(module, "active_adapters", None)  # a method of models, a list of PEFT's layers
+                numbers = [each for key, each in value.items() if not isinstance(active, list) or key in active]
             number = next((each for each in numbers if type(each) in (int, float) and each), None)
             if number is not None and not {*inside, name}.intersection(allowed):
                 return f"{'.'.join([*inside, name])}={number}", name_of_it
