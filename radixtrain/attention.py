@@ -139,13 +139,13 @@ class Options(NamedTuple):
 class Request(NamedTuple):
     """What computes an attention.
 
-    later: the call onto later rows of the same block, if there is one. is_plain: whether torch's own attention computes
-    the same, and as fast.
+    both_ways: whether rows see the later ones of their block too. is_plain: whether torch's own attention computes the
+    same, and as fast.
     """
 
     choice: AttentionChoice
     scoring: Scoring
-    later: Piece | None
+    both_ways: bool
     is_plain: bool
 
 
@@ -175,26 +175,26 @@ def _checked(
     _check_modifiers(query, softcap, window, sinks)
     binds = window is not None and window < layout.max_seqlen
     scoring = Scoring(scale, softcap, window if binds else None)
-    blocks = layout.blocks if both_ways else None
-    if blocks is not None and attention not in ("auto", *WITH_BLOCKS):
+    both_ways = both_ways and layout.has_blocks
+    if both_ways and attention not in ("auto", *WITH_BLOCKS):
         raise UserError(
             f"attention={attention!r} only attends backwards, and the images of this batch attend in both directions: "
             f"use auto, cascade or path"
         )
     choice = _chosen(attention, kernel, query, scoring)
     is_fast = choice.kernel == "torch" or (kernel == "auto" and choice.kernel in AS_FAST_AS_TORCH)
-    is_plain = choice.strategy == "cascade" and is_fast and sinks is None and blocks is None and softcap is None
-    return Request(choice, scoring, None if blocks is None else blocks.later, is_plain)
+    is_plain = choice.strategy == "cascade" and is_fast and sinks is None and not both_ways and softcap is None
+    return Request(choice, scoring, both_ways, is_plain)
 
 
 def _way(layout: TreeLayout, request: Request) -> Callable[..., Tensor]:
     """Return the function of query, key, value and sinks_N that computes a request."""
-    choice, scoring, later, is_plain = request
+    choice, scoring, both_ways, is_plain = request
     if choice.strategy == "tree":
         mask = tree_block_mask(layout.row_subtree_ends, layout.row_depths, scoring.window)
         return partial(flex_tree_attention, mask=mask, scoring=scoring)
     if choice.strategy == "reference":
-        return partial(reference_attention, mask_UU=_seen(layout, scoring.window, later is not None), scoring=scoring)
+        return partial(reference_attention, mask_UU=_seen(layout, scoring.window, both_ways), scoring=scoring)
     if is_plain and layout.even_shape is not None:
         return partial(_batched_attention, shape=layout.even_shape, scale=scoring.scale)
     return partial(routed_attention, route=_routed(layout, request))
@@ -202,17 +202,17 @@ def _way(layout: TreeLayout, request: Request) -> Callable[..., Tensor]:
 
 def _routed(layout: TreeLayout, request: Request) -> Route:
     """Return the pieces that compute a request, and their kernel."""
-    choice, scoring, later, _ = request
+    choice, scoring, both_ways, _ = request
     kernel = _kernel("eager" if choice.kernel == "none" else choice.kernel, layout.device)
+    later = layout.later if both_ways else []
     if choice.strategy == "cascade":
-        return Route((*layout.pieces, *([later] if later else [])), kernel, scoring)
+        return Route((*layout.pieces, *later[:1]), kernel, scoring)
     if choice.strategy == "path":
-        further = [layout.onto_paths(later)] if later else []
-        return Route((layout.paths, *further), kernel, scoring, layout.path_keys)
+        return Route((layout.paths, *later[1:]), kernel, scoring, layout.path_keys)
     if choice.strategy == "expand":
         return Route((layout.sequences,), kernel, scoring, layout.inverse_indices, layout.gather_indices)
     # A compiled graph has no autograd inside an operator: there the eager kernel computes under the explicit mask.
-    hidden = ~_seen(layout, scoring.window, later is not None)
+    hidden = ~_seen(layout, scoring.window, both_ways)
     return Route((_masked(hidden),), kernel, scoring.without_window)
 
 
@@ -224,7 +224,8 @@ def _masked(hidden: Tensor) -> Piece:
 def _seen(layout: TreeLayout, window: int | None, both_ways: bool) -> Tensor:
     """Return the mask (U, U), bool: which keys each query sees."""
     seen = tree_mask(layout.row_subtree_ends, layout.row_depths, window)
-    return seen | layout.blocks.mask() if both_ways and layout.blocks is not None else seen
+    of_row = layout.block_of_row
+    return seen | ((of_row[:, None] == of_row) & (of_row >= 0)).triu(1) if both_ways else seen
 
 
 # Tree attention as operators of torch, for compiled graphs, which then hold the two tensors of a layout and no number

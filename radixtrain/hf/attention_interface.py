@@ -44,7 +44,6 @@ from radixtrain.hf.padded.places import Places
 from radixtrain.hf.recurrent import tree_runs
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.tree.runs import RunLayout
@@ -57,7 +56,7 @@ class Extent(NamedTuple):
     """What a layer asks of a call without a plan. max_seqlen: the longest sequence at its end, in tokens."""
 
     max_seqlen: int
-    blocks: BlockLayout | None = None
+    has_blocks: bool = False
 
 
 class Call:
@@ -96,7 +95,7 @@ class Call:
                 f"radix attention ran in {len(set(self.ran)) + in_graphs} of {num_layers} layers of "
                 f"{type(backbone).__name__}: the others {others}{untested()}"
             )
-        if self.layout.blocks is not None and not self.both_ways:
+        if self.layout.has_blocks and not self.both_ways:
             raise RuntimeError(
                 f"no layer of {type(backbone).__name__} let the images of this batch attend in both directions, for "
                 f"which it reads token types: leave these out if it has no such layer, else train it without "
@@ -136,7 +135,7 @@ class RadixCall(Call):
         self.place_rows: IntArray | None = None
         self.forks = False
         self.mixed: list[int] = []
-        self.in_graph = layout.blocks is None
+        self.in_graph = not layout.has_blocks
         launched_in_graphs(layout)  # of an earlier pass, which recomputed its layers
         self.ordinary: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self.generators: list[Tensor] = []

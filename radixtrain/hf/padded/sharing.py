@@ -126,7 +126,7 @@ class PaddedSharing:
             besides=embedding,  # which the backbone calls
         )
         _refuse(verdict.reason)
-        layout = TreeLayout.from_plan(plan, causes.layout_of_blocks(plan)).to(device, non_blocking=True)
+        layout = TreeLayout.from_plan(plan, causes.block_of_row(plan)).to(device, non_blocking=True)
         may_bind = bool(causes.requests) or window_may_bind(decoder.config, layout.max_seqlen)
         places = rows.places(plan.inverse_indices, plan.num_rows)
         call = RadixCall(layout, None, options.attention, options.kernel, may_bind, places=places)
