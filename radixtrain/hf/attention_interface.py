@@ -41,12 +41,11 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import is_text
 from radixtrain.hf.modules import attends, eager_slots, interfaces_of, name_of
 from radixtrain.hf.padded.places import Places
-from radixtrain.hf.recurrent import tree_runs
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX
-from radixtrain.tree.runs import RunLayout
+from radixtrain.tree.runs import RunLayout, tree_runs
 from radixtrain.versions import saying_what_was_tested, untested
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer

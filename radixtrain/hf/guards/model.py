@@ -259,7 +259,7 @@ def _tried(
     call = RadixCall(layout, None, "auto", "auto", window_may_bind(decoder.config, layout.max_seqlen))
     whole = call.runs
     if forks:
-        call.runs = runs_of_segments(*layout.segments, min_saved=SHORTEST_FORK).to(device)
+        call.runs = runs_of_segments(*layout.segments, SHORTEST_FORK, device)
     copies = layout.inverse_indices
     ordinary = {"input_ids": rows, "attention_mask": attended}
     once = {
