@@ -1,6 +1,6 @@
 """Attention onto stored keys: those of each sequence, and shared ones that several sequences see. No backward pass.
 
-U new rows are B sequences of T rows each. N query heads, K key/value heads, G = N / K, H head dim, J keys a sequence.
+The rows are one of each of B sequences. N query heads, K key/value heads, G = N / K, H head dim, J keys a sequence.
 Every query sees the keys of its own sequence that a mask shows, in one batched call, and the shared keys of some other
 pieces whole, in one call for all the queries that see them: they are stored and read once (Hydragen).
 """
@@ -65,25 +65,18 @@ class Shared:
 
 
 def attention_to_own(
-    q_UNH: Tensor, k_BJKH: Tensor, v_BJKH: Tensor, mask: Tensor, kernel: VarlenKernel, scoring: Scoring
+    q_BNH: Tensor, k_BJKH: Tensor, v_BJKH: Tensor, mask: Tensor, kernel: VarlenKernel, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys of each sequence; returns (U, N, H) and the log-sum-exp (N, U).
+    """Attend to the keys of each sequence; returns (B, N, H) and the log-sum-exp (N, B).
 
-    mask: (B, 1, T, J), float32, 0 for what is seen and -inf for what is hidden. Hidden keys are finite.
+    mask: (B, 1, 1, J), float32, 0 for what is seen and -inf for what is hidden. Hidden keys are finite.
 
     The G query heads of a key/value head are G queries of it, so that its keys are read once: in half the time of one
     query with grouped heads (16 sequences of 60, 8 heads of 128 on 2; one CPU thread).
     A kernel that does not loop takes no strided keys with a mask; the eager kernel then computes this.
     """
     looping = kernel if isinstance(kernel, LoopingKernel) else EagerKernel()
-    (number, num_keys, num_heads), num_new = k_BJKH.shape[:3], len(q_UNH) // len(k_BJKH)
-    q_BKTGH = q_UNH.view(number, num_new, num_heads, -1, q_UNH.shape[-1]).transpose(1, 2)
-    num_groups = q_BKTGH.shape[3]
-    if num_new > 1:  # one row of a mask holds for all queries
-        mask = mask.repeat_interleave(num_groups, 2)
-    part = Rectangle(slice(0, num_new * num_groups), slice(0, num_keys), mask)
-    keys = k_BJKH.transpose(1, 2), v_BJKH.transpose(1, 2)
-    out, lse = looping.part_forward(q_BKTGH.flatten(2, 3), *keys, part, scoring)
-    out_UNH = out.unflatten(2, (num_new, num_groups)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
-    lse_NU = lse.unflatten(2, (num_new, num_groups)).permute(1, 3, 0, 2).flatten(2, 3).flatten(0, 1)
-    return out_UNH, lse_NU.contiguous()
+    q_BKGH = q_BNH.unflatten(1, (k_BJKH.shape[2], -1))
+    part = Rectangle(slice(0, q_BKGH.shape[2]), slice(0, k_BJKH.shape[1]), mask)
+    out_BKGH, lse_BKG = looping.part_forward(q_BKGH, k_BJKH.transpose(1, 2), v_BJKH.transpose(1, 2), part, scoring)
+    return out_BKGH.flatten(1, 2), lse_BKG.flatten(1, 2).t().contiguous()

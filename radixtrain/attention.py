@@ -374,13 +374,13 @@ def decoding_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention of the next rows of some sequences. No gradient.
+    """Compute attention of the next row of some sequences. No gradient.
 
-    query: (U, N, H), equally many rows of each sequence. own: keys and values of the sequences, (B, J, K, H) each.
-    mask: (B, 1, U / B, J), as in `attention_to_own`. shared: what several of them see whole.
+    query: (B, N, H). own: keys and values of the sequences, (B, J, K, H) each.
+    mask: (B, 1, 1, J), as in `attention_to_own`. shared: what several of them see whole.
     scale, softcap, sinks: as in `tree_attention`.
 
-    Returns (U, N, H), the dtype of query.
+    Returns (B, N, H), the dtype of query.
     """
     scoring = Scoring(scale, softcap)
     kernel = _kernel(_chosen("auto", "auto", query, scoring).kernel, query.device)

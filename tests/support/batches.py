@@ -110,7 +110,7 @@ def attention_inputs(
 
 def mask_pairs(plan: PrefixPlan) -> set[tuple[int, int]]:
     """Every (query, key) that the tree mask allows."""
-    ends = plan.row_subtree_ends.tolist()
+    ends = plan.subtree_ends.repeat(np.diff(plan.segment_starts)).tolist()
     return {(query, key) for key, end in enumerate(ends) for query in range(key, end)}
 
 

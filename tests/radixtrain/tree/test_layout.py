@@ -74,7 +74,7 @@ def test_max_position_leaves_padding_rows_out(sequences, positions, expected):
 def test_paths_cover_every_pair_of_the_mask_once(sequences, min_shared_tokens, pad_to_multiple_of):
     plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
     layout = TreeLayout.from_plan(plan)
-    assert layout.row_subtree_ends.tolist() == plan.row_subtree_ends.tolist()
+    assert layout.row_subtree_ends.tolist() == plan.subtree_ends.repeat(np.diff(plan.segment_starts)).tolist()
     paths = replace(layout.paths, k_rows=layout.path_keys)
     assert seen_pairs(paths, plan.num_rows) == Counter(mask_pairs(plan))
 
