@@ -27,25 +27,23 @@ class Readers:
 
     rows: Rows
     number: int
-    device: torch.device
 
-    _calls: dict[int, Ragged] = field(default_factory=dict, init=False, repr=False)
+    _bounds: dict[int, Ragged] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, rows: np.ndarray, device: torch.device) -> Readers:
         """Make the readers of these rows, (n,), int64, ascending. Consecutive rows become a slice."""
         first, end = int(rows[0]), int(rows[-1]) + 1
         if end - first == len(rows):
-            return cls(slice(first, end), len(rows), device)
-        return cls(torch.from_numpy(rows).to(device, non_blocking=True), len(rows), device)
+            return cls(slice(first, end), len(rows))
+        return cls(torch.from_numpy(rows).to(device, non_blocking=True), len(rows))
 
-    def onto(self, num_keys: int) -> Ragged:
-        """Return the bounds of a call of these queries onto so many keys."""
-        if num_keys not in self._calls:
-            bounds = torch.tensor([[0, self.number], [0, num_keys]], dtype=torch.int32, device="cpu")
-            call = Ragged.whole(self.number, num_keys, bounds.to(self.device, non_blocking=True))
-            self._calls[num_keys] = call
-        return self._calls[num_keys]
+    def onto(self, keys: Tensor) -> Ragged:
+        """Return the bounds of these queries onto keys, (n, K, H)."""
+        num_keys = len(keys)
+        if num_keys not in self._bounds:
+            self._bounds[num_keys] = Ragged.whole(self.number, num_keys, keys.device)
+        return self._bounds[num_keys]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +58,7 @@ class Shared:
     @property
     def call(self) -> Call:
         """Return the call of the readers onto these keys."""
-        onto = self.readers.onto(len(self.keys))
-        return Piece(self.readers.rows, slice(None), onto), (self.keys, self.values)
+        return Piece(self.readers.rows, slice(None), self.readers.onto(self.keys)), (self.keys, self.values)
 
 
 def attention_to_own(

@@ -203,7 +203,7 @@ def _way(layout: TreeLayout, request: Request) -> Callable[..., Tensor]:
 def _routed(layout: TreeLayout, request: Request) -> Route:
     """Return the pieces that compute a request, and their kernel."""
     choice, scoring, both_ways, _ = request
-    kernel = _kernel("eager" if choice.kernel == "none" else choice.kernel, layout.device)
+    kernel = _kernel(choice.kernel, layout.device)
     later = layout.later if both_ways else []
     if choice.strategy == "cascade":
         return Route((*layout.pieces, *later[:1]), kernel, scoring)
@@ -218,7 +218,9 @@ def _routed(layout: TreeLayout, request: Request) -> Route:
 
 def _masked(hidden: Tensor) -> Piece:
     """Return the call of all queries onto all keys but the hidden ones. hidden: (queries, keys), bool."""
-    return Piece(slice(None), slice(None), replace(Ragged.whole(*hidden.shape), mask=added_to_scores(hidden)))
+    return Piece(
+        slice(None), slice(None), replace(Ragged.whole(*hidden.shape, hidden.device), mask=added_to_scores(hidden))
+    )
 
 
 def _seen(layout: TreeLayout, window: int | None, both_ways: bool) -> Tensor:
@@ -430,7 +432,7 @@ def choose_attention(
     if kernel not in ("auto", *KERNELS):
         raise UserError(f"kernel must be auto, {', '.join(KERNELS)}; got {kernel!r}")
     if attention == "reference":
-        return AttentionChoice(attention, "none", "explicit mask, by request")
+        return AttentionChoice(attention, "eager", "explicit mask, by request")
     if attention == "tree":
         _check_tree(kernel, call)
         return AttentionChoice(attention, "flex_attention", "one call with a mask, by request")

@@ -95,6 +95,7 @@ class TreeLayout(Movable):
     host: int64, on the CPU. rows: int32, on the device.
     num_rows, num_tokens, num_sequences: U, T, B. max_seqlen: tokens of the longest sequence.
     max_position: the largest position id, without padding rows; 0 if there is no row.
+    has_blocks: whether some rows attend in both directions.
     ways: what computes the attention of layers, by what they ask for; filled by `tree_attention`.
 
     The sections of `rows`, as in the plan:
@@ -122,6 +123,7 @@ class TreeLayout(Movable):
         self.num_rows, self.num_tokens, num_bounds = lists.lengths[:3]
         self.num_sequences, self.max_seqlen = num_bounds - 1, lists.sides[0]
         (self.max_position,) = lists.max_position
+        self.has_blocks = lists.lengths[SECTIONS.index("block_of_row")] > 0
         self.ways: dict[Any, Any] = {}
 
     @classmethod
@@ -170,11 +172,6 @@ class TreeLayout(Movable):
     def shares(self) -> bool:
         """Return whether some row stands for several tokens. Padding adds rows."""
         return not all(self._host.causal) or self.num_rows < self.num_tokens
-
-    @property
-    def has_blocks(self) -> bool:
-        """Return whether some rows attend in both directions."""
-        return self._host.lengths[SECTIONS.index("block_of_row")] > 0
 
     @property
     def batch_shape(self) -> tuple[int, int]:
