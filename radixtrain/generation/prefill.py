@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,25 +75,20 @@ def device_of(parts: Parts) -> torch.device:
     return weight.device
 
 
-class LayerRows(NamedTuple):
-    """Keys and values of some tokens in one layer, (n, K, H) each."""
-
-    keys: Tensor
-    values: Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class KeyValues:
-    """What a `RadixCache` stores for some tokens: their keys and values, by the number of the attention call."""
+    """What a `RadixCache` stores for some tokens: their keys and values, (2, n, K, H), by the number of the attention
+    call.
+    """
 
-    layers: list[LayerRows]
+    layers: list[Tensor]
 
     def __len__(self) -> int:
-        return len(self.layers[0].keys)
+        return self.layers[0].shape[1]
 
     def __getitem__(self, part: slice) -> KeyValues:
         """Return those of some tokens, in memory of their own, so that the others may be freed."""
-        return KeyValues([LayerRows(keys[part].clone(), values[part].clone()) for keys, values in self.layers])
+        return KeyValues([layer[:, part].clone() for layer in self.layers])
 
 
 class StoredCall(Call):
@@ -125,7 +120,7 @@ class PromptCall(StoredCall):
     sequence continues.
 
     plan: of their ends. ids: (U,), int64. the token of each of its rows. num_stored: tokens of each sequence.
-    readers: the rows that see each stored node. stored: keys and values of the new rows, by attention call.
+    readers: the rows that see each stored node. stored: keys and values of the new rows, as `KeyValues` holds them.
     """
 
     def __init__(self, parts: Parts, sequences: Sequence[IntArray], matches: Sequence[Match]) -> None:
@@ -144,7 +139,7 @@ class PromptCall(StoredCall):
         self.tree = TreeLayout.from_plan(self.plan).to(device, non_blocking=True)
         self.readers = {node: Readers.of(rows, device) for node, rows in readers_of(list(nodes), owners[first])}
         self.places = {node: sum(len(above.tokens) for above in node.path[:-1]) for node in self.readers}
-        self.stored: list[LayerRows] = []
+        self.stored: list[Tensor] = []
 
     def run(self) -> None:
         """Run the model without its head."""
@@ -153,22 +148,20 @@ class PromptCall(StoredCall):
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Store the keys and values of the new rows, and attend to them and to what they continue."""
-        query, key, value = heads
-        self.stored.append(LayerRows(key, value))
-        shared = []
-        for node, readers in self.readers.items():
-            keys, values = node.rows.layers[len(self.ran)]
-            shared.append(Shared(readers, keys, values, self.places[node]))
+        self.stored.append(torch.stack(heads[1:]))
+        number = len(self.ran)
+        shared = [
+            Shared(readers, *node.rows.layers[number], self.places[node]) for node, readers in self.readers.items()
+        ]
         del scoring["both_ways"]  # only images attend so
-        how = {"depths": self.depths, "window": window, **scoring}
-        return continued_attention(query, key, value, self.tree, shared, **how)
+        return continued_attention(*heads, self.tree, shared, depths=self.depths, window=window, **scoring)
 
     def key_values(self, sequence: int, start: int) -> KeyValues:
         """Return the keys and values of a sequence from a place in it on."""
         first, end = self.plan.cu_seqlens[sequence : sequence + 2]
         new = self.plan.inverse_indices[first + start - self.num_stored[sequence] : end]
         rows = on_device(new, self.depths.device)
-        return KeyValues([LayerRows(*(x.index_select(0, rows) for x in layer)) for layer in self.stored])
+        return KeyValues([layer.index_select(1, rows) for layer in self.stored])
 
 
 def readers_of(nodes: Sequence[Node], owners: IntArray) -> Iterator[tuple[Node, IntArray]]:

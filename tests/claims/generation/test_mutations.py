@@ -17,7 +17,7 @@ from radixtrain import RadixCache
 from radixtrain.attention import continued_attention, decoding_attention
 from radixtrain.generation import prefill
 from radixtrain.generation.cache import Node
-from radixtrain.generation.prefill import KeyValues, LayerRows, PromptCall, readers_of
+from radixtrain.generation.prefill import KeyValues, PromptCall, readers_of
 from radixtrain.generation.prompt_cache import PromptCache, Tails
 from radixtrain.verification.oracle import float64_throughout
 from tests.support import cases
@@ -135,7 +135,7 @@ def split_at_the_wrong_end(patch: Patch) -> None:
     split = Node.split
 
     def wrong(self: Node, length: int) -> Node:
-        self.rows = KeyValues([LayerRows(*(x.roll(length, 0) for x in layer)) for layer in self.rows.layers])
+        self.rows = KeyValues([layer.roll(length, 1) for layer in self.rows.layers])
         return split(self, length)
 
     patch.setattr(Node, "split", wrong)
@@ -209,12 +209,11 @@ def shift_readers(patch: Patch) -> None:
     """Each row reads what the one before it reads."""
     share = PromptCache._share
 
-    def wrong(self: PromptCache, num_answers: int) -> None:
-        share(self, num_answers)
-        own = self._paths, self._lengths
-        self._paths = [*self._paths[-1:], *self._paths[:-1]]
-        share(self, 1)
-        self._paths, self._lengths = own
+    def wrong(self: PromptCache, device: torch.device) -> None:
+        own = self._paths
+        self._paths = [*own[-1:], *own[:-1]]
+        share(self, device)
+        self._paths = own
 
     patch.setattr(PromptCache, "_share", wrong)
 
