@@ -42,7 +42,7 @@ REFUSED = {
 }
 OF_TEXT = ("input_ids", "attention_mask", "negative_prompt_ids", "negative_prompt_attention_mask")
 MOST_TOKENS = 2**20  # of an answer whose length nothing limits but its end tokens and criteria
-ARGUMENT = next(name for name in CACHE if hasattr(GenerateDecoderOnlyOutput, name))  # and of what it returns
+ARGUMENT = next(name for name in CACHE if hasattr(GenerateDecoderOnlyOutput, name))  # as in what it returns
 
 
 def generate(model: nn.Module, inputs: Tensor | None = None, *, cache: RadixCache | None = None, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def fingerprint(model: nn.Module) -> Hashable:
             (name, weakref.ref(each), third_party_hooks(each), _settings(each)) for name, each in model.named_modules()
         ),
         repr(vars(model_inside(model).config)),
-        tuple((device.type, _autocast(device.type)) for device in sums),
+        tuple((each.type, torch.is_autocast_enabled(each.type), torch.get_autocast_dtype(each.type)) for each in sums),
     )
 
 
@@ -170,9 +170,5 @@ def _factors(device: torch.device) -> Tensor:
 
 def _settings(module: nn.Module) -> str:
     """Show the attributes of a module itself that are plain values, or collections."""
-    own = {name: value for name, value in vars(module).items() if isinstance(value, PLAIN)}
-    return repr({name: x for name, x in own.items() if name not in OF_EVERY_MODULE and not name.startswith(OURS)})
-
-
-def _autocast(device_type: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    own = {name: x for name, x in vars(module).items() if isinstance(x, PLAIN) and name not in OF_EVERY_MODULE}
+    return repr({name: x for name, x in own.items() if not name.startswith(OURS)})

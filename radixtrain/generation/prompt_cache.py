@@ -27,8 +27,8 @@ from transformers.cache_utils import DynamicLayer
 
 from radixtrain.attention import decoding_attention
 from radixtrain.errors import UserError
-from radixtrain.generation.cache import Node, RadixCache
-from radixtrain.generation.prefill import StoredCall, device_of, prefill
+from radixtrain.generation.cache import Node, RadixCache, readers_of
+from radixtrain.generation.prefill import StoredCall, prefill
 from radixtrain.hf.attention_interface import Heads
 from radixtrain.hf.backbone import CACHE, Parts, arguments_of
 from radixtrain.hf.guards.batch import check_length
@@ -92,7 +92,7 @@ class PromptCache(Cache):
         self._lengths = np.zeros(0, dtype=np.int64)  # of each row's prompt
         self._readers: dict[Node, Readers] = {}  # rows that read each shared node
         self._tails: dict[int | None, Tails] = {}  # by window; None for layers in which none may bind
-        self._shared: list[dict[Node, Tensor]] = []  # of each layer
+        self._shared: list[list[Shared]] = []  # of each layer
         self._masks: dict[int | None, Tensor] = {}  # of one step, by window
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -135,14 +135,10 @@ class PromptCache(Cache):
 
     def _share(self, device: torch.device) -> None:
         """Choose the nodes that stay where they are stored, and find who reads them."""
-        rows: dict[Node, list[int]] = {}
-        for row, path in enumerate(self._paths):
-            for node in path:
-                rows.setdefault(node, []).append(row)
         self._readers = {
-            node: Readers.of(np.array(each), device)
-            for node, each in rows.items()
-            if len(node.tokens) * (len(each) - 1) >= PIECE_CELLS
+            node: Readers.of(np.array(rows), device)
+            for node, rows in readers_of(self._paths).items()
+            if len(node.tokens) * (len(rows) - 1) >= PIECE_CELLS
         }
 
     def attend(self, number: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
@@ -156,8 +152,7 @@ class PromptCache(Cache):
         place = self._tails[window].tokens.shape[1] + self.num_new
         self.own[number] = _with(self.own[number], new, place)
         keys, values = self.own[number][:, :, :, : place + 1].transpose(2, 3)
-        shared = [Shared(self._readers[node], *stored) for node, stored in self._shared[number].items()]
-        return decoding_attention(query, (keys, values), self._mask(window), shared, **scoring)
+        return decoding_attention(query, (keys, values), self._mask(window), self._shared[number], **scoring)
 
     def _open(self, number: int, window: int | None, new: Tensor) -> None:
         """Begin a layer: copy tails to it, hold what its rows share, and free the prompts if no one needs them.
@@ -166,12 +161,12 @@ class PromptCache(Cache):
         """
         stays = self._readers if window is None else {}
         if window not in self._tails:
-            tails = [[node for node in path if node not in stays] for path in self._paths]
-            self._tails[window] = Tails.of(tails, new.device, None if window is None else window - 1)
+            copied = [[node for node in path if node not in stays] for path in self._paths]
+            self._tails[window] = Tails.of(copied, new.device, None if window is None else window - 1)
         tails = self._tails[window]
         stored = torch.cat([new[:, :0], *(node.rows.layers[number] for node in tails.nodes)], 1)
         self.own.append(stored[:, tails.tokens].transpose(2, 3))
-        self._shared.append({node: node.rows.layers[number] for node in stays})
+        self._shared.append([Shared(readers, *node.rows.layers[number]) for node, readers in stays.items()])
         if self.frees:
             for node in set(chain(*self._paths)):
                 node.rows.layers[number] = None
@@ -203,7 +198,7 @@ class RowsCall(StoredCall):
         """Take the places of the new tokens in their sequences, (B,), int64."""
         if (longest := int(places.max()) + 1) > cache.num_checked:
             check_length(cache.parts, longest)
-        super().__init__(cache.parts, on_device(places, device_of(cache.parts)), cache.longest)
+        super().__init__(cache.parts, on_device(places, cache.parts.base.device), cache.longest)
         self.cache = cache
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
@@ -212,13 +207,12 @@ class RowsCall(StoredCall):
         return self.cache.attend(len(self.ran), heads, window, **scoring)
 
     def end(self, output: Any) -> Any:
-        """Return the output of the model with the logits of each row, (B, 1, V), and its cache."""
+        """Return the output of the model with the logits of each row, (B, 1, V)."""
         if not self.cache.num_new:
             self.check()
         assert len(self.ran) == len(self.cache.own), "the layers of the first step"
         self.cache.num_new += 1
         output.logits = output.logits.transpose(0, 1)
-        output[next(name for name in CACHE if hasattr(output, name))] = self.cache
         return output
 
 

@@ -38,7 +38,7 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
 def held_by(cache: PromptCache) -> dict[int, int]:
     """What a call holds: each row's own keys, shared ones, and what is left of the prompts where they were computed."""
     prompts = [node.rows.layers for path in cache._paths for node in path]
-    return storages(cache.own, *cache._shared, prompts)
+    return storages(cache.own, [[each.keys, each.values] for layer in cache._shared for each in layer], prompts)
 
 
 def held(model: Any, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], **options: Any) -> dict[int, int]:

@@ -4,7 +4,7 @@ One scenario, in float64: nested prompts on one cache, a second call that splits
 prompts are answers, continued. Without a mistake every logit is that of `model.generate` within 1e-12.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from radixtrain import RadixCache
 from radixtrain.attention import continued_attention, decoding_attention
 from radixtrain.generation import prefill
-from radixtrain.generation.cache import Node
-from radixtrain.generation.prefill import KeyValues, PromptCall, readers_of
+from radixtrain.generation.cache import Node, readers_of
+from radixtrain.generation.prefill import KeyValues, PromptCall
 from radixtrain.generation.prompt_cache import PromptCache, Tails
 from radixtrain.verification.oracle import float64_throughout
 from tests.support import cases
@@ -168,8 +168,13 @@ def forget_to_reorder(patch: Patch) -> None:
 
 
 def mix_owners(patch: Patch) -> None:
-    """Rows that continue one node are told to continue another."""
-    patch.setattr(prefill, "readers_of", lambda nodes, owners: readers_of(nodes, (owners + 1) % len(nodes)))
+    """Each row continues what the one after it continues."""
+
+    def wrong(paths: Iterable[Sequence[Node]]) -> dict[Node, list[int]]:
+        first, *others = paths
+        return readers_of([*others, first])
+
+    patch.setattr(prefill, "readers_of", wrong)
 
 
 def window_off_by(by: int) -> Callable[[Patch], None]:

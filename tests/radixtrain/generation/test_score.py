@@ -134,12 +134,12 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[Ids], str]] = {
     "a table of positions": (
         lambda _: tiny_model("GPT2LMHeadModel", n_positions=8),
         [[1] * 6],
-        "has a table of 8 positions, and the longest prompt with its completion has 9 tokens; shorten them to 8",
+        "has a table of 8 positions, and the longest prompt with its answer takes 9 positions; shorten them to 8",
     ),
     "chunks": (
         lambda _: tiny_model("Llama4ForCausalLM", attention_chunk_size=8),
         [[1] * 6],
-        "within chunks of 8 tokens, .* has 9 tokens; shorten them to 8",
+        "within chunks of 8 tokens, .* takes 9 positions; shorten them to 8",
     ),
     "no head": (lambda model: model.model, PROMPTS, "has no head that predicts next tokens; load it with AutoModelFor"),
     "another head": (lambda _: tiny_model("Qwen3ForSequenceClassification"), PROMPTS, "; load it with AutoModelFor"),
