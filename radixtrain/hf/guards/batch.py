@@ -28,7 +28,7 @@ from radixtrain.hf.attention_interface import OPTIONS, take_over
 from radixtrain.hf.backbone import CACHE, Parts, pretrained_model_of
 from radixtrain.hf.guards.draws import number_that_draws, why_refused
 from radixtrain.hf.guards.rules import (
-    check_supported,
+    Limit,
     limit_of,
     positions_in_table,
     why_no_soft_cap,
@@ -184,28 +184,15 @@ def _will_use_the_logits(trainer: Any) -> bool:
     return wants and is_stock and is_instance_by_name(trainer.data_collator, *COLLATOR)
 
 
-def check_generation(parts: Parts, longest: int) -> None:
-    """Refuse a model that cannot generate from stored keys and values exactly.
-
-    longest: tokens of the longest prompt and its answer, without the last one, which is never computed.
-    """
-    check_supported(parts, "generate")
-    check_length(parts, longest)
-
-
 def check_length(parts: Parts, longest: int) -> None:
-    """Refuse so many tokens of a sequence, if positions or chunks of the model do not reach so far."""
-    _check_reach(parts.decoder, longest, longest - 1)
-    check_table(parts, longest)
-
-
-def check_table(parts: Parts, longest: int) -> None:
-    """Refuse so many tokens of a sequence, if the model has no position for the last ones."""
-    table = positions_in_table(parts.decoder)
-    if table is not None and longest > table:
+    """Refuse so many positions of a prompt and its answer, if a table or chunks of the model do not reach so far."""
+    limit, table = limit_of(parts.decoder, longest, longest - 1), positions_in_table(parts.decoder)
+    if limit is None and table is not None and longest > table:
+        limit = Limit(f"a table of {table} positions", table)
+    if limit is not None:
         raise UserError(
-            f"{parts.name} has a table of {table} positions, and the longest prompt with its answer would have "
-            f"{longest + 1} tokens; lower max_new_tokens, or set max_length to {table + 1}"
+            f"{parts.name} has {limit.reason}, and the longest prompt with its answer takes {longest} positions; "
+            f"shorten them to {limit.tokens}"
         )
 
 
