@@ -39,6 +39,11 @@ UNREAD = {
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
 }
 
+# The gradient would show a loss that reads padding; to ask for one where the untouched model has none would change it.
+LEARNS_NOTHING = (
+    "nothing that hidden states depend on is trained, so that a loss might read padding; call it under torch.no_grad()"
+)
+
 
 def why_unshared(backbone: PreTrainedModel, given: Mapping[str, Any], generates: bool) -> str | None:
     """Say why a call cannot be shared, as far as this is known without reading the ids; None if it can.
@@ -63,10 +68,8 @@ def why_rows_are_not_shared(backbone: PreTrainedModel, given: Mapping[str, Any],
     decoder = text_decoder_of(backbone)
     if not rows.attended.any():
         return "attention_mask hides every token"
-    if torch.is_grad_enabled() and not backbone.training and not rows.attended.all() and is_frozen(backbone):
-        return (
-            "a frozen model in eval() with gradients on, where a loss may read padding; call it under torch.no_grad()"
-        )
+    if torch.is_grad_enabled() and not rows.attended.all() and is_frozen(backbone):
+        return LEARNS_NOTHING
     if rows.has_holes:
         return "attention_mask has a hole"
     if rows.is_packed and not rows.packing_is_plain:

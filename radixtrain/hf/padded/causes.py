@@ -29,7 +29,7 @@ from transformers import Cache
 from radixtrain.errors import UserError
 from radixtrain.hf.padded.calls import DROPS_ROWS, FOR_THE_LOSS, READ, TYPES, why_unknown
 from radixtrain.hf.padded.places import BoolArray, PaddedRows
-from radixtrain.hf.pictures import OF_PICTURES, bits_of, image_token_of
+from radixtrain.hf.pictures import OF_PICTURES, bits_of, gradient_is_read, image_token_of
 from radixtrain.hf.progress import Upstream
 from radixtrain.hf.windows import MaskRequest, answered, request_of
 from radixtrain.tree.arrays import IntArray, lengths_of
@@ -44,7 +44,9 @@ BESIDES = {"cache_position", DROPS_ROWS}  # what a call on unique tokens goes wi
 OTHER_MASK = "a mask of other tokens than the last ones before each, and those of its image"
 TOLD_APART = "what stands before the decoder, such as noise, a hook or an adapter, tells equal tokens apart"
 UNSEEN_TOWER = "images whose features did not come from the get_image_features that share_prefixes has put there"
-READS_GRADIENT = "a gradient is read at inputs_embeds, where that of equal tokens is one sum at the first of them"
+READS_GRADIENT = (
+    "a gradient is read at inputs_embeds or before, where that of equal tokens is one sum at the first of them"
+)
 
 
 class NotShared(Exception):
@@ -79,6 +81,8 @@ class Causes:
             raise NotShared(reason)
         if call.pictures is None and any(name in call.given for name in OF_PICTURES):
             raise NotShared(UNSEEN_TOWER)
+        if torch.is_grad_enabled() and call.backbone is not call.decoder and gradient_is_read(call.backbone):
+            raise NotShared(READS_GRADIENT)
         ids = call.given["input_ids"]
         requests = _requests(given.get("attention_mask"))
         mask = given.get("attention_mask") if not requests else _one_mask(requests)

@@ -42,13 +42,17 @@ class Places:
     def has_padding(self) -> bool:
         return self.num_tokens < self.rows.size
 
+    def are_unwatched(self, rows: Tensor) -> bool:
+        """Return whether a loss of these rows could read padding, and no gradient would show it."""
+        return self.has_padding and torch.is_grad_enabled() and not rows.requires_grad
+
     def with_padding(self, rows: Tensor) -> Tensor:
         """Append to the unique rows, (U, ...), one for padding, if any: the first row reversed, without gradient."""
         if not self.has_padding:
             return rows
         table = torch.cat([rows, rows[:1].detach().flip(-1)])
-        if torch.is_grad_enabled() and not table.requires_grad:
-            table.requires_grad_()  # a frozen model, and perhaps a head after it that reads padding
+        if self.are_unwatched(table):
+            table.requires_grad_()  # states of a layer below the first that is trained, and perhaps a head after them
         return table
 
 
@@ -165,9 +169,14 @@ def refuse_reading(num_read: Tensor | int) -> None:
 
 def refuse_counted(places: Tensor, counted: Tensor, loss: Tensor) -> None:
     """Make the backward pass of a loss raise UserError if it counts these of its places. counted: (places,), bool."""
+
+    def check(grad: Tensor) -> None:
+        refuse_batched(grad)
+        refuse_reading(num_read * (grad != 0))
+
     if len(places) and loss.requires_grad:
         num_read = counted[places].sum()
-        loss.register_hook(lambda grad: refuse_reading(num_read * (grad != 0)))
+        loss.register_hook(check)
 
 
 def at_places(values: Tensor, rows: Tensor, padding: Tensor) -> Tensor:
