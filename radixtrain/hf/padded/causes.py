@@ -24,9 +24,11 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import Cache
 
 from radixtrain.errors import UserError
+from radixtrain.hf.guards.code import is_hooked
 from radixtrain.hf.padded.calls import DROPS_ROWS, FOR_THE_LOSS, READ, TYPES, why_unknown
 from radixtrain.hf.padded.places import BoolArray, PaddedRows
 from radixtrain.hf.pictures import OF_PICTURES, bits_of, gradient_is_read, image_token_of
@@ -263,21 +265,18 @@ class Causes:
 def is_plain(embedding: nn.Module) -> bool:
     """Return whether an embedding gives each id a row of its weight: no adapter, hook or other `forward` is on it."""
     is_own = type(embedding).__module__.startswith(("torch.nn.", "transformers.models."))
-    hooks = (*embedding._forward_hooks.values(), *embedding._forward_pre_hooks.values())
-    are_ours = all(str(hook.__module__).startswith("radixtrain.") for hook in hooks)
-    return is_own and are_ours and "forward" not in vars(embedding)
+    return is_own and not is_hooked(embedding)
 
 
 def with_made_masks(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a decoder with ordinary masks in place of those that wait, for a call unshared."""
-    return {name: _made(value) for name, value in given.items()}
 
+    def made(value: Any) -> Any:
+        request = request_of(value)
+        return value if request is None else request.made()
 
-def _made(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _made(each) for name, each in value.items()}
-    request = request_of(value)
-    return value if request is None else request.made()
+    found: dict[str, Any] = tree_map(made, {**given})
+    return found
 
 
 def _is_empty_cache(value: object) -> bool:

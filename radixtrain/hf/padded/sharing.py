@@ -28,7 +28,7 @@ from radixtrain.hf.padded.calls import (
 )
 from radixtrain.hf.padded.causes import Causes, NotShared
 from radixtrain.hf.padded.fused_heads import share_fused_heads
-from radixtrain.hf.padded.places import NO_ROW, PaddedRows, Places
+from radixtrain.hf.padded.places import NO_ROW, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.progress import Progress, Upstream
 from radixtrain.hf.sharing_report import SharingReport
@@ -47,9 +47,8 @@ class PaddedSharing:
 
     generates: whether the model can generate, with a cache.
     separates: whether the model separates the sequences of a packed row; None until such a row comes.
-    left_padding: why rows with padding on the left cannot be shared without position_ids, empty if they can; None until
+    left_padding: why rows with padding on the left cannot be shared, in any case and without position_ids; None until
         such a row comes.
-    leaks: why they cannot be shared with position_ids either; empty if they can.
     leaves_refused: whether a call that would be refused, as for a dropout that draws, runs unshared instead.
     """
 
@@ -58,8 +57,7 @@ class PaddedSharing:
     progress: Progress
     report: SharingReport
     separates: bool | None = None
-    left_padding: str | None = None
-    leaks: str = ""
+    left_padding: tuple[str | None, str | None] | None = None
     leaves_refused: bool = False
 
     def begin(
@@ -69,12 +67,12 @@ class PaddedSharing:
 
         args, kwargs: of the backbone. why_not: a reason that is known of the model.
         """
-        given = arguments_of(backbone, args, kwargs)
-        reason = why_not or why_unshared(backbone, given, self.generates)
-        if reason is not None:
-            self.report.count_unshared(reason)
-            return None
-        return Upstream(backbone, text_decoder_of(backbone), given)
+        call = Upstream(backbone, text_decoder_of(backbone), arguments_of(backbone, args, kwargs))
+        reason = why_not or why_unshared(call, self.generates)
+        if reason is None:
+            return call
+        self.report.count_unshared(reason)
+        return None
 
     def arguments(
         self, model: PreTrainedModel, call: Upstream, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -100,9 +98,9 @@ class PaddedSharing:
         decoder, options = upstream.decoder, self.options
         causes = Causes.read(upstream, given)
         rows, device = causes.rows, causes.device
-        _refuse(why_rows_are_not_shared(upstream.backbone, upstream.given, rows))
+        _refuse(why_rows_are_not_shared(upstream, rows))
         if rows.is_left_padded:
-            _refuse(self._why_left_padding_matters(decoder, rows))
+            _refuse(self._why_left_padding_matters(decoder, rows.position_ids is not None))
         if rows.is_packed:
             if self.separates is None:
                 self.separates = separates_packed_sequences(upstream.backbone, upstream.given["input_ids"].device)
@@ -136,13 +134,12 @@ class PaddedSharing:
         arguments = causes.of_unique_tokens(plan)
         return {**arguments, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
-    def _why_left_padding_matters(self, decoder: PreTrainedModel, rows: PaddedRows) -> str | None:
+    def _why_left_padding_matters(self, decoder: PreTrainedModel, has_positions: bool) -> str | None:
         """Say why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""
         if self.left_padding is None:
-            reason = why_padding_matters(decoder)
-            self.left_padding = f"left padding without position_ids, and {reason}" if reason else ""
-            self.leaks = why_padding_leaks(decoder) or ""
-        return self.leaks or (self.left_padding if rows.position_ids is None else "") or None
+            self.left_padding = why_padding_leaks(decoder), why_padding_matters(decoder)
+        leaks, matters = self.left_padding
+        return leaks or (f"left padding without position_ids, and {matters}" if matters and not has_positions else None)
 
     def _count(self, call: RadixCall) -> None:
         """Count a call that runs on unique tokens."""
