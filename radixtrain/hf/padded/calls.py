@@ -24,7 +24,7 @@ from radixtrain.hf.backbone import CACHE
 from radixtrain.hf.guards.code import why_recorded
 from radixtrain.hf.guards.draws import evaluating
 from radixtrain.hf.guards.rules import limit_of, scaled_from
-from radixtrain.hf.padded.places import PaddedRows
+from radixtrain.hf.padded.places import PaddedIds
 from radixtrain.hf.pictures import OF_PICTURES, image_token_of
 from radixtrain.hf.progress import Upstream
 from radixtrain.hf.sharing_report import GENERATION, is_frozen
@@ -62,25 +62,25 @@ def why_unshared(call: Upstream, generates: bool) -> str | None:
     )
 
 
-def why_rows_are_not_shared(call: Upstream, rows: PaddedRows) -> str | None:
-    """Say why these rows cannot be shared; None if they can."""
+def why_batch_is_not_shared(call: Upstream, batch: PaddedIds) -> str | None:
+    """Say why the ids of a call cannot be shared, as they stand in its batch; None if they can."""
     decoder = call.decoder
-    if not rows.attended.any():
+    if not batch.attended.any():
         return "attention_mask hides every token"
-    if torch.is_grad_enabled() and not rows.attended.all() and is_frozen(call.backbone):
+    if torch.is_grad_enabled() and not batch.attended.all() and is_frozen(call.backbone):
         return LEARNS_NOTHING
-    if rows.has_holes:
+    if batch.has_holes:
         return "attention_mask has a hole"
-    if rows.is_packed and not rows.packing_is_plain:
+    if batch.is_packed and not batch.packing_is_plain:
         return "position_ids jump within a row"
-    if rows.is_packed and option("use_cache", decoder.config, call.given):
+    if batch.is_packed and option("use_cache", decoder.config, call.given):
         return "a row has several sequences, which transformers separates only with use_cache=False"
-    if rows.has_negative_positions:
+    if batch.has_negative_positions:
         return "position_ids are negative"
     scaled = scaled_from(decoder.config)
-    if scaled and scaled <= rows.attended.shape[1] and (rows.is_packed or rows.is_left_padded):
+    if scaled and scaled <= batch.attended.shape[1] and (batch.is_packed or batch.is_left_padded):
         return f"queries are scaled by their place in a row from {scaled} tokens on, padding counted"
-    limit = limit_of(decoder, rows.attended.shape[1], rows.max_position)
+    limit = limit_of(decoder, batch.attended.shape[1], batch.max_position)
     return limit and limit.reason
 
 

@@ -30,7 +30,7 @@ from transformers import Cache
 from radixtrain.errors import UserError
 from radixtrain.hf.guards.code import is_hooked
 from radixtrain.hf.padded.calls import DROPS_ROWS, FOR_THE_LOSS, READ, TYPES, why_unknown
-from radixtrain.hf.padded.places import BoolArray, PaddedRows
+from radixtrain.hf.padded.places import BoolArray, PaddedIds
 from radixtrain.hf.pictures import OF_PICTURES, bits_of, gradient_is_read, image_token_of
 from radixtrain.hf.progress import Upstream
 from radixtrain.hf.windows import MaskRequest, answered, request_of
@@ -61,7 +61,7 @@ class Causes:
 
     call: of the backbone. given: the arguments of the decoder, by name.
     per_token: those with an entry for each token, (B, L, ...). requests: masks that wait, by the layers they are for.
-    planes: numbers for each place of the batch, (B, L), int64, by what they are. rows: of the batch.
+    planes: numbers for each place of the batch, (B, L), int64, by what they are. batch: of the ids.
     axes: positions, (A, T), int64; None if they have one axis. windows: what each of the `requests` lets its layers
         see: how many tokens, itself included (0 for all), and whether images attend in both directions.
     """
@@ -71,7 +71,7 @@ class Causes:
     per_token: dict[str, Tensor]
     requests: dict[str, MaskRequest]
     planes: dict[str, IntArray]
-    rows: PaddedRows
+    batch: PaddedIds
     axes: IntArray | None
     windows: dict[str, tuple[int, bool]] = field(default_factory=dict)
 
@@ -105,8 +105,8 @@ class Causes:
             positions = None  # of the columns, by the backbone: as the decoder counts them without any
         if mask is None and len(axes) == 4 and (np.diff(axes[0]) != 1).any():
             raise NotShared("position_ids jump within a row")
-        rows = PaddedRows.of(arrays["ids"], arrays.get("mask"), positions)
-        return cls(call, given, per_token, requests, arrays, rows, np.stack(axes)[:, rows.attended] if axes else None)
+        batch = PaddedIds.of(arrays["ids"], arrays.get("mask"), positions)
+        return cls(call, given, per_token, requests, arrays, batch, np.stack(axes)[:, batch.attended] if axes else None)
 
     @property
     def device(self) -> torch.device:
@@ -124,13 +124,13 @@ class Causes:
     @cached_property
     def codes(self) -> IntArray:
         """Return codes, (T,), int64, equal for tokens with equal causes. Raises NotShared if a cause is not known."""
-        ids, attended = self.rows.input_ids, self.rows.attended
+        ids, attended = self.batch.input_ids, self.batch.attended
         codes = ids.copy()
         if self.call.pictures is not None:
             is_picture = ids == image_token_of(self.call.backbone)
             codes[is_picture] = ids.max() + 1 + self._features(int(is_picture.sum()))
         codes = codes[attended]
-        positions = self.axes if self.axes is not None or self.blocks is None else self.rows.attended_positions
+        positions = self.axes if self.axes is not None or self.blocks is None else self.batch.attended_positions
         for axis in () if positions is None else np.atleast_2d(positions):
             codes = _of_pairs(codes, axis)
         for name in self.planes.keys() & {*PER_TOKEN}:
@@ -152,15 +152,15 @@ class Causes:
         found = [links for layers in self.requests if (links := self._links(layers)).any()]
         if not found:
             return None
-        if self.rows.is_packed:
+        if self.batch.is_packed:
             raise NotShared("a row has several sequences, and its images attend in both directions")
         if any((links != found[0]).any() for links in found):
             raise NotShared("layers in which other tokens attend in both directions")
-        return _numbered(found[0])[self.rows.attended]
+        return _numbered(found[0])[self.batch.attended]
 
     def _links(self, layers: str) -> BoolArray:
         """Return which tokens see the next one, (B, L), by the mask of these layers."""
-        attended = self.rows.attended
+        attended = self.batch.attended
         links: BoolArray = self.planes[f"next {layers}"].astype(bool) & attended
         links[:, :-1] &= attended[:, 1:]
         return links
@@ -171,10 +171,10 @@ class Causes:
             both_ways, is_changed = bool(self._links(layers).any()), request.options.get("use_vmap")
             if both_ways or is_changed:
                 window = self._proved_window(request)
-            elif self.rows.is_packed:  # of its own sequence only
+            elif self.batch.is_packed:  # of its own sequence only
                 window = request.options.get("local_size") or 0
             else:
-                window = request.window(int(lengths_of(self.rows.cu_seqlens).max()))
+                window = request.window(int(lengths_of(self.batch.cu_seqlens).max()))
             self.windows[layers] = window, both_ways
 
     def _proved_window(self, request: MaskRequest) -> int:
@@ -186,10 +186,10 @@ class Causes:
 
     def _is_within(self, request: MaskRequest, window: int) -> bool:
         """Return whether tokens see those before them, in a window, and their block, and no others."""
-        device, (_, length) = self.call.given["input_ids"].device, self.rows.attended.shape
-        numbers = np.full(self.rows.attended.shape, -1)
-        numbers[self.rows.attended] = -1 if self.blocks is None else self.blocks
-        blocks, attended = on_device(numbers, device), on_device(self.rows.attended.astype(np.int64), device).bool()
+        device, (_, length) = self.call.given["input_ids"].device, self.batch.attended.shape
+        numbers = np.full(self.batch.attended.shape, -1)
+        numbers[self.batch.attended] = -1 if self.blocks is None else self.blocks
+        blocks, attended = on_device(numbers, device), on_device(self.batch.attended.astype(np.int64), device).bool()
         places = torch.arange(length, device=device)
         queries, keys = places[:, None], places
         before = (keys <= queries) & (queries - keys < (window or length))
@@ -218,7 +218,7 @@ class Causes:
         copies = np.flatnonzero(first != np.arange(len(first)))
         if self.is_looked_up or not len(copies):
             return
-        flat = np.flatnonzero(self.rows.attended)
+        flat = np.flatnonzero(self.batch.attended)
         pairs = [(x.flatten(0, 1), flat[copies], flat[first[copies]]) for x in self.per_token.values()]
         for level in self.given.get(AT_PLACEHOLDERS, ()):
             at = self.row_at_placeholder
@@ -239,7 +239,7 @@ class Causes:
 
     def of_unique_tokens(self, plan: PrefixPlan) -> dict[str, Any]:
         """Return the arguments of the decoder for the unique tokens, without a mask."""
-        device, flat = self.device, np.flatnonzero(self.rows.attended)[plan.gather_indices]
+        device, flat = self.device, np.flatnonzero(self.batch.attended)[plan.gather_indices]
         index = on_device(flat, device)
         found: dict[str, Any] = {
             name: x.flatten(0, 1).index_select(0, index.to(x.device))[None] for name, x in self.per_token.items()

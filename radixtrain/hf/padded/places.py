@@ -56,8 +56,8 @@ class Places:
         return table
 
 
-class PaddedRows(NamedTuple):
-    """The rows of a padded batch on the host.
+class PaddedIds(NamedTuple):
+    """The ids of a padded batch on the host, which of them are attended, and their positions.
 
         input_ids  7 8 9 0    attention_mask  1 1 1 0    unique rows  7 8 5 9    places  0 1 3 4
                    0 7 8 5                    0 1 1 1                                    4 0 1 2
@@ -76,8 +76,8 @@ class PaddedRows(NamedTuple):
     is_packed: bool
 
     @classmethod
-    def of(cls, input_ids: IntArray, attention_mask: IntArray | None, position_ids: IntArray | None) -> PaddedRows:
-        """Return the rows of a batch. All (B, L). attention_mask: None if nothing is hidden."""
+    def of(cls, input_ids: IntArray, attention_mask: IntArray | None, position_ids: IntArray | None) -> PaddedIds:
+        """Read a batch. All (B, L). attention_mask: None if nothing is hidden."""
         attended = np.ones(input_ids.shape, dtype=bool) if attention_mask is None else attention_mask.astype(bool)
         jumps = position_ids is not None and bool((np.diff(position_ids) != 1).any())
         return cls(input_ids, attended, position_ids, is_packed=attention_mask is None and jumps)

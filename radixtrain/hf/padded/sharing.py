@@ -23,7 +23,7 @@ from radixtrain.hf.padded.calls import (
     is_compiled,
     option,
     separates_packed_sequences,
-    why_rows_are_not_shared,
+    why_batch_is_not_shared,
     why_unshared,
 )
 from radixtrain.hf.padded.causes import Causes, NotShared
@@ -97,19 +97,19 @@ class PaddedSharing:
         """Return the arguments of the shared call. Raises NotShared if there is none. given: of the decoder."""
         decoder, options = upstream.decoder, self.options
         causes = Causes.read(upstream, given)
-        rows, device = causes.rows, causes.device
-        _refuse(why_rows_are_not_shared(upstream, rows))
-        if rows.is_left_padded:
-            _refuse(self._why_left_padding_matters(decoder, rows.position_ids is not None))
-        if rows.is_packed:
+        batch, device = causes.batch, causes.device
+        _refuse(why_batch_is_not_shared(upstream, batch))
+        if batch.is_left_padded:
+            _refuse(self._why_left_padding_matters(decoder, batch.position_ids is not None))
+        if batch.is_packed:
             if self.separates is None:
                 self.separates = separates_packed_sequences(upstream.backbone, upstream.given["input_ids"].device)
             if not self.separates:
                 raise NotShared("a row has several sequences, and this model does not separate them")
         causes.read_windows()
         shortest = {"min_shared_tokens": options.min_shared_tokens}
-        plan = build_prefix_plan(causes.codes, rows.cu_seqlens, rows.attended_positions, **shortest)
-        if rows.attended.size < options.min_ratio * plan.num_rows:
+        plan = build_prefix_plan(causes.codes, batch.cu_seqlens, batch.attended_positions, **shortest)
+        if batch.attended.size < options.min_ratio * plan.num_rows:
             raise NotShared(f"less than min_ratio = {options.min_ratio} to save")
         causes.check_bits(plan)
         shape, allowed = upstream.given["input_ids"].shape, options.allow_dropout
@@ -126,7 +126,7 @@ class PaddedSharing:
         _refuse(verdict.reason)
         layout = TreeLayout.from_plan(plan, causes.layout_of_blocks(plan)).to(device, non_blocking=True)
         may_bind = bool(causes.requests) or window_may_bind(decoder.config, layout.max_seqlen)
-        places = rows.places(plan.inverse_indices, plan.num_rows)
+        places = batch.places(plan.inverse_indices, plan.num_rows)
         call = RadixCall(layout, None, options.attention, options.kernel, may_bind, places=places)
         call.misses_cache = option("use_cache", decoder.config, upstream.given)
         call.pictures, call.forks = upstream.pictures, verdict.forks

@@ -331,7 +331,7 @@ def test_an_image_that_is_longer_than_its_window() -> None:
 
 
 def equal_embeddings_are_one(real: Any, self: Causes) -> Any:
-    codes, ids = real(self), self.rows.input_ids[self.rows.attended]
+    codes, ids = real(self), self.batch.input_ids[self.batch.attended]
     return np.where(ids == 9, codes[ids == 8][0], codes)
 
 
