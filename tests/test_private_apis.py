@@ -110,8 +110,7 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/padded/calls.py": {"torch.nn.Module._is_replica": "tells a copy that DataParallel made"},
     "radixtrain/hf/padded/causes.py": {
-        "torch.nn.Module._forward_pre_hooks": "tells an embedding that only looks up from one with a hook",
-        "torch.nn.Module._forward_hooks": "tells an embedding that only looks up from one with a hook",
+        "torch.utils._pytree": "makes the masks that wait, one or several, for a call unshared",
         "torch.Tensor._backward_hooks": "says whether someone waits for the gradient of embeddings",
         "torch._C._will_engine_execute_node": "says whether torch.autograd.grad asks for the gradient of embeddings",
     },
@@ -121,6 +120,10 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/hf/padded/row_functions.py": {
         "torch.utils._pytree": "finds the tensors among the arguments of a function",
         "torch.Tensor._is_view": "says of a tensor without memory whether a function made a view or a copy",
+    },
+    "radixtrain/hf/pictures.py": {
+        "torch.nn.Module._backward_hooks": "tells whether someone reads a gradient before the text decoder",
+        "torch.nn.Module._backward_pre_hooks": "tells whether someone reads a gradient before the text decoder",
     },
     "radixtrain/hf/modules.py": {
         "transformers.PreTrainedModel._gradient_checkpointing_func": (

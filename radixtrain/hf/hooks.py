@@ -28,6 +28,7 @@ from radixtrain.hf.guards.draws import generator_states, has_drawn, set_generato
 from radixtrain.hf.guards.model import forget_verdicts, verdict_of
 from radixtrain.hf.guards.rules import traits_of, why_unsupported
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
+from radixtrain.hf.padded.calls import LEARNS_NOTHING
 from radixtrain.hf.padded.causes import with_made_masks
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.pictures import compute_every_picture, compute_pictures_once
@@ -212,6 +213,8 @@ class BackboneHooks:
         call: RadixCall = kwargs["radix_call"]
         if has_drawn(call.layout.device, call.generators) and (reason := self._why_drawn(backbone)):
             return self._without_sharing(backbone, call, reason)
+        if call.places is not None and call.places.are_unwatched(output[0]):
+            return self._computed_again(backbone, call, LEARNS_NOTHING)
         call.ordinary = (), {}
         self._check_mixers(backbone, call)
         call.check_layers(backbone, self.num_layers, WITHOUT_THE_TREE)
@@ -228,11 +231,17 @@ class BackboneHooks:
 
     def _without_sharing(self, backbone: PreTrainedModel, call: RadixCall, reason: str) -> Any:
         """Refuse a pass that drew, or compute it again as an ordinary one, from the same generators."""
-        self.report.num_shared -= 1
-        self.report.count_unshared(reason)
         if call.places is None or not self.padded.leaves_refused:
+            self.report.num_shared -= 1
+            self.report.count_unshared(reason)
             raise UserError(reason)
         self.drew = reason
+        return self._computed_again(backbone, call, reason)
+
+    def _computed_again(self, backbone: PreTrainedModel, call: RadixCall, reason: str) -> Any:
+        """Return the output of an ordinary pass in place of one on unique tokens, from the same generators."""
+        self.report.num_shared -= 1
+        self.report.count_unshared(reason)
         set_generator_states(call.layout.device, call.generators)
         args, kwargs = call.ordinary
         with self.progress.during(None):

@@ -129,6 +129,16 @@ def padded(features: Any) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": column("labels", -100)}
 
 
+def test_only_a_head_is_trained() -> None:
+    """Rows that need no gradient are watched, and its own is that of all labels."""
+    model, found = tiny_qwen3(tie_word_embeddings=False), []
+    model.model.requires_grad_(False)
+    for share, batch in ((lambda model: model, padded(FEATURES)), (share_prefixes, BATCH)):
+        with float64_throughout(share(model)):
+            found.append(torch.autograd.grad(model(**batch).loss, model.lm_head.weight)[0])
+    assert relative_error(*found) <= 1e-12
+
+
 Batch = dict[str, Any]
 
 
