@@ -82,6 +82,8 @@ class BackboneHooks:
 
     def install(self, backbone: PreTrainedModel) -> None:
         """Register the hooks on the backbone and the model, where `remove_hooks` finds them by their owner."""
+        # Or the model would run code that was compiled for one of its class without hooks.
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
         backbone.register_forward_pre_hook(self.before, with_kwargs=True)
         options = {"with_kwargs": True, "prepend": True, "always_call": True}  # the user's see [B, L, D]
         backbone.register_forward_hook(self.after, **options)

@@ -18,6 +18,7 @@ from torch import nn
 
 from radixtrain.collators.misuse_guard import SHARED
 from radixtrain.errors import UserError
+from radixtrain.hf.attention_interface import take_over
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.guards.batch import Options, check_choice
@@ -215,6 +216,7 @@ def _install(parts: Parts, options: Options, split: SplitModel | None, refused: 
             f"{type(parts.backbone).__name__} is shared already, alone or inside another model; call restore_model "
             f"with what was shared first"
         )
+    take_over(parts.decoder.config._attn_implementation, frozenset(map(type, parts.decoder.modules())))
     report, progress = SharingReport(), Progress()
     mixers = install_mixers(parts.decoder, progress)
     generates = parts.base.can_generate() or parts.base is parts.backbone  # any head may use a bare backbone

@@ -36,9 +36,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from radixtrain.collators.misuse_guard import is_instance_by_name
 from radixtrain.errors import UserError, first_line
-from radixtrain.hf.attention_interface import RadixCall
+from radixtrain.hf.attention_interface import RadixCall, take_over
 from radixtrain.hf.backbone import text_decoder_of
-from radixtrain.hf.guards.code import ADAPTERS, code_in, values_of, why_recorded
+from radixtrain.hf.guards.code import ADAPTERS, code_in, why_recorded
 from radixtrain.hf.guards.draws import (
     generator_states,
     has_drawn,
@@ -62,6 +62,7 @@ ROWS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2], [1, 2, 3, 4, 5, 3, 2, 7, 1], [
 DRAWS = "draws at random"
 ROUNDING = 2  # times the distance of two ordinary passes, one of them from embeddings that are rounded otherwise
 LOST = 0.1  # relative error of the gradient through the states of a mixer, of which rounding in bfloat16 makes 0.01
+MAX_STATES = 100  # of a decoder whose verdicts are kept: a setting may change in every step
 LARGE = 2**22  # numbers: larger buffers are weights of a quantized layer, larger parameters not those of an adapter
 _trying = RLock()  # a trial changes modules for a while
 NO_VALUES = (("torch.distributed.tensor", "DTensor"), ("torch._subclasses.fake_tensor", "FakeTensor"))
@@ -123,17 +124,19 @@ def verdict_of(
     processes, nothing is tried: then the rules decide, code that is not the model's own is refused, and recurrent
     layers compute whole sequences.
     """
-    if (recorded := why_recorded()) is not None:
-        return Verdict(recorded)
     decoder = text_decoder_of(backbone)
     if drew and number_that_draws(decoder, allowed)[0]:  # a layer that is left out seldom does not show in a trial
         return Verdict(f"{type(decoder).__name__} {DRAWS}")
     code = code_in(model, decoder, head, **reached)
-    numbers = [value for each in decoder.modules() for value in values_of(each)] if drew else ()
-    key = code.state, backbone is decoder, _arithmetic(decoder), *allowed, *numbers
+    other = why_recorded() or take_over(decoder.config._attn_implementation, code.kinds)
+    if other is not None:
+        return Verdict(other)
+    key = code.state, backbone is decoder, _arithmetic(decoder), *allowed, drew
     gradients = torch.is_grad_enabled()
     with _trying, torch.inference_mode(False), torch.set_grad_enabled(gradients):
         known = _judged.setdefault(decoder, {})
+        if len(known) > MAX_STATES:
+            known.clear()
         if key not in known:
             known[key] = _Judged(code.refused, code.tried, {})
         judged = known[key]

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from radixtrain.collators.misuse_guard import is_called_by
-from radixtrain.hf.attention_interface import OPTIONS, take_over
+from radixtrain.hf.attention_interface import OPTIONS
 from radixtrain.hf.backbone import CACHE, text_decoder_of
 from radixtrain.hf.guards.code import why_recorded
 from radixtrain.hf.guards.draws import evaluating
@@ -54,7 +54,7 @@ def why_unshared(backbone: PreTrainedModel, given: Mapping[str, Any], generates:
         or _why_shape(given["input_ids"])
         or _why_outputs(decoder.config, given)
         or _why_other_inputs(backbone, decoder, given)
-        or _why_state(backbone, decoder)
+        or _why_state(backbone)
     )
 
 
@@ -152,10 +152,10 @@ def _is_option(value: object) -> bool:
     return value is None or isinstance(value, Number | str | np.generic | torch.dtype | torch.device)
 
 
-def _why_state(backbone: PreTrainedModel, decoder: PreTrainedModel) -> str | None:
+def _why_state(backbone: PreTrainedModel) -> str | None:
     if getattr(backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
         return "torch.nn.DataParallel runs copies of the model"
-    return take_over(decoder) or why_recorded()
+    return why_recorded()
 
 
 def is_generating() -> bool:
