@@ -47,7 +47,7 @@ from radixtrain.hf.guards.draws import (
     without_dropout,
 )
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
-from radixtrain.hf.progress import Progress
+from radixtrain.hf.progress import running
 from radixtrain.hf.recurrent import arguments_by_name, each_tensor, run_on_tree
 from radixtrain.hf.windows import chunk_of, no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
@@ -104,7 +104,6 @@ def verdict_of(
     backbone: Any,
     head: Any = None,
     *,
-    progress: Progress,
     allowed: Collection[str] = (),
     drew: bool = False,
     shape: Sequence[int] = ROWS.shape,
@@ -114,7 +113,7 @@ def verdict_of(
 
     model: around the backbone. head: computes logits from hidden states of unique tokens; None if it gets every token
         at its place.
-    progress: of the calls of the model. allowed: as `allow_dropout` of `share_prefixes`.
+    allowed: as `allow_dropout` of `share_prefixes`.
     drew: whether a pass moved a generator. OPT draws numbers that change nothing while its layerdrop is 0.
     shape: rows and tokens in each, of the padded batch. reached: what else gets unique tokens, as `code_in` takes it.
 
@@ -145,14 +144,14 @@ def verdict_of(
         if ROWS.shape not in judged.verdicts:
             if not _is_whole(decoder):
                 return _untried_verdict(decoder, judged.tried)
-            judged.verdicts[ROWS.shape] = _first_verdict(backbone, head, progress, allowed, drew, bool(judged.tried))
+            judged.verdicts[ROWS.shape] = _first_verdict(backbone, head, allowed, drew, bool(judged.tried))
         forks = judged.verdicts[ROWS.shape].forks
         if not judged.covers(shape):
             places = torch.arange(shape[1], device="cpu")
             own = torch.arange(shape[0], device="cpu")[:, None] * (places >= shape[1] // 2)
             ids = (places + own) % 7 + 1
             with torch.no_grad():  # and without a head, whose logits would take much memory
-                judged.verdicts[shape] = Verdict(_tried(backbone, None, progress, allowed, ids), forks)
+                judged.verdicts[shape] = Verdict(_tried(backbone, None, allowed, ids), forks)
         reason = next((each.reason for each in judged.verdicts.values() if each.reason), None)
     return Verdict(reason and f"{judged.tried or type(decoder).__name__} {reason}", forks)
 
@@ -167,12 +166,10 @@ def _untried_verdict(decoder: nn.Module, other_code: str) -> Verdict:
     return Verdict(None)
 
 
-def _first_verdict(
-    backbone: Any, head: Any, progress: Progress, allowed: Collection[str], drew: bool, has_other_code: bool
-) -> Verdict:
+def _first_verdict(backbone: Any, head: Any, allowed: Collection[str], drew: bool, has_other_code: bool) -> Verdict:
     """Try a model on a few rows: with states that fork, if it has any, and then without."""
     decoder = text_decoder_of(backbone)
-    given = backbone, head, progress, allowed, ROWS, drew
+    given = backbone, head, allowed, ROWS, drew
     why_whole = None
     if mixers_of(decoder):
         why_whole = _tried(*given, forks=True)
@@ -235,7 +232,6 @@ class _Pass(NamedTuple):
 def _tried(
     backbone: Any,
     head: Any,
-    progress: Progress,
     allowed: Collection[str],
     rows: Tensor,
     drew: bool = False,
@@ -275,13 +271,13 @@ def _tried(
     with _without_trace(backbone, allowed), torch.set_grad_enabled(torch.is_grad_enabled() or has_adapters):
         before = generator_states(device)
         try:
-            with progress.during(None):
+            with running.during(None):
                 expected, again = (_passed(backbone, head, ordinary, tokens, depths) for _ in range(2))
             draws = has_drawn(device, before)
-            with progress.during(call):
+            with running.during(call):
                 found = _passed(backbone, head, once, copies, depths)
             if forks:
-                with progress.during(None):
+                with running.during(None):
                     tries = (
                         _why_no_fork(mixer, given, call.runs, whole, layout.row_depths < NUM_SHARED)
                         for mixer, given in found.mixers.items()
@@ -297,7 +293,7 @@ def _tried(
             suspects = [*expected.suspects(found, bar)]
             pairs = (expected.states, found.states), (summed, found.gradient)
             if suspects or not all(are_alike(*pair) for pair in pairs):
-                with progress.during(None):
+                with running.during(None):
                     moved = _passed(backbone, head, ordinary, tokens, depths, moved=True)
                 if _distance(*pairs[0]) > ROUNDING * _distance(expected.states, moved.states):
                     first = _first_layer(decoder, expected, found, moved)
