@@ -21,12 +21,13 @@ import random
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 from statistics import median
 from threading import RLock, get_ident
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -70,33 +71,26 @@ WRAPPER = "checkpoint_fn"  # of torch's CheckpointWrapper
 FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
 
 
-class Verdict(NamedTuple):
-    """What is known of a model.
+@dataclass(eq=False)
+class Verdict:
+    """What is known of a model in one state.
 
     reason: what it computes differently on unique tokens; None if nothing. forks: whether the states of its recurrent
-    layers may fork.
+        layers may fork.
+    other_code: what is not its own; empty if nothing. shapes: rows and tokens in each that have been tried.
     """
 
     reason: str | None
     forks: bool = False
-
-
-class _Judged(NamedTuple):
-    """What is known of a decoder in one state: of its `OtherCode`, and the verdicts by the shape of the rows tried."""
-
-    refused: str | None
-    tried: str
-    verdicts: dict[Sequence[int], Verdict]
+    other_code: str = ""
+    shapes: list[Sequence[int]] = field(default_factory=list)
 
     def covers(self, shape: Sequence[int]) -> bool:
         """Return whether rows of this shape need no trial: only code that is not the model's own needs long ones."""
-        return not self.tried or any(
-            each.reason or (shape[0] <= rows and shape[1] <= length) for (rows, length), each in self.verdicts.items()
-        )
+        return not self.other_code or any(shape[0] <= rows and shape[1] <= length for rows, length in self.shapes)
 
 
-_judged: WeakKeyDictionary[nn.Module, dict[Hashable, _Judged]] = WeakKeyDictionary()  # of a decoder, by its state
-_untried: WeakSet[nn.Module] = WeakSet()  # those with recurrent layers of which that has been said
+_judged: WeakKeyDictionary[nn.Module, dict[Hashable, Verdict]] = WeakKeyDictionary()  # of a decoder, by its state
 
 
 def verdict_of(
@@ -137,55 +131,48 @@ def verdict_of(
         if len(known) > MAX_STATES:
             known.clear()
         if key not in known:
-            known[key] = _Judged(code.refused, code.tried, {})
-        judged = known[key]
-        if judged.refused is not None:
-            return Verdict(judged.refused)
-        if ROWS.shape not in judged.verdicts:
-            if not _is_whole(decoder):
-                return _untried_verdict(decoder, judged.tried)
-            judged.verdicts[ROWS.shape] = _first_verdict(backbone, head, allowed, drew, bool(judged.tried))
-        forks = judged.verdicts[ROWS.shape].forks
-        if not judged.covers(shape):
+            known[key] = Verdict(code.refused, other_code=code.tried)
+        verdict, reason = known[key], None
+        if verdict.reason is None and not verdict.shapes:
+            verdict.shapes.append(ROWS.shape)
+            reason, verdict.forks = _first_tried(backbone, head, allowed, drew, verdict.other_code)
+        if verdict.reason is reason is None and not verdict.covers(shape):
+            verdict.shapes.append(shape)
             places = torch.arange(shape[1], device="cpu")
             own = torch.arange(shape[0], device="cpu")[:, None] * (places >= shape[1] // 2)
             ids = (places + own) % 7 + 1
             with torch.no_grad():  # and without a head, whose logits would take much memory
-                judged.verdicts[shape] = Verdict(_tried(backbone, None, allowed, ids), forks)
-        reason = next((each.reason for each in judged.verdicts.values() if each.reason), None)
-    return Verdict(reason and f"{judged.tried or type(decoder).__name__} {reason}", forks)
+                reason = _tried(backbone, None, allowed, ids)
+        if reason is not None:
+            verdict.reason = f"{verdict.other_code or type(decoder).__name__} {reason}"
+    return verdict
 
 
-def _untried_verdict(decoder: nn.Module, other_code: str) -> Verdict:
-    """Return the verdict on weights that are not whole in this process."""
-    if other_code:
-        return Verdict(f"{other_code} cannot be tried, because the weights are not whole in this process")
-    if decoder not in _untried and mixers_of(decoder):
-        _untried.add(decoder)
-        _say_whole(decoder, "its weights are not whole in this process, so forks cannot be tried")
-    return Verdict(None)
+def _first_tried(
+    backbone: Any, head: Any, allowed: Collection[str], drew: bool, other_code: str
+) -> tuple[str | None, bool]:
+    """Try a model on a few rows: with states that fork, if it has any, and then without.
 
-
-def _first_verdict(backbone: Any, head: Any, allowed: Collection[str], drew: bool, has_other_code: bool) -> Verdict:
-    """Try a model on a few rows: with states that fork, if it has any, and then without."""
+    Returns what it computes differently, and whether states fork.
+    """
     decoder = text_decoder_of(backbone)
-    given = backbone, head, allowed, ROWS, drew
-    why_whole = None
-    if mixers_of(decoder):
-        why_whole = _tried(*given, forks=True)
-        if why_whole is None:
-            return Verdict(None, forks=True)
-    reason = _tried(*given)
-    if reason == DRAWS and not (has_other_code or drew):
-        reason = None  # the call itself will show it, and is refused with the number
-    if why_whole and reason is None:
-        _say_whole(decoder, why_whole)
-    return Verdict(reason)
-
-
-def _say_whole(decoder: nn.Module, reason: str) -> None:
-    name = type(decoder).__name__
-    logger.warning("%s computes every sequence from its first token on in recurrent layers: %s", name, reason)
+    has_states = bool(mixers_of(decoder))
+    if not _is_whole(decoder):
+        not_whole = "the weights are not whole in this process"
+        reason = f"cannot be tried: {not_whole}" if other_code else None
+        why_whole = f"{not_whole}, so forks cannot be tried"
+    else:
+        given = backbone, head, allowed, ROWS, drew
+        why_whole = _tried(*given, forks=True) if has_states else None
+        if has_states and why_whole is None:
+            return None, True
+        reason = _tried(*given)
+        if reason == DRAWS and not (other_code or drew):
+            reason = None  # the call itself will show it, and is refused with the number
+    if has_states and reason is None:
+        name = type(decoder).__name__
+        logger.warning("%s computes every sequence from its first token on in recurrent layers: %s", name, why_whole)
+    return reason, False
 
 
 def _arithmetic(decoder: Any) -> Hashable:
