@@ -29,7 +29,6 @@ from radixtrain.hf.guards.draws import evaluating
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.guards.rules import WITHOUT, check_supported
 from radixtrain.hf.modules import num_attention_layers
-from radixtrain.hf.progress import Progress
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.stored import Readers, Shared
 from radixtrain.tree.arrays import IntArray, back_to_back, concatenate_ranges, lengths_of
@@ -60,7 +59,6 @@ def generating(model: nn.Module, parts: Parts, longest: int) -> Iterator[None]:
                 parts.base,
                 parts.backbone,
                 parts.head,
-                progress=Progress(),
                 shape=(3, longest),
                 outer=[parts.base, parts.backbone],
             )

@@ -18,6 +18,7 @@ from torch import nn
 
 from radixtrain.collators.misuse_guard import SHARED
 from radixtrain.errors import UserError
+from radixtrain.hf.attention_interface import take_over
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.guards.batch import Options, check_choice
@@ -25,7 +26,6 @@ from radixtrain.hf.guards.rules import check_supported, traits_of, why_unsupport
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.modules import num_attention_layers
 from radixtrain.hf.padded.sharing import PaddedSharing
-from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent import install_mixers, remove_mixers
 from radixtrain.hf.sequence_parallel import SplitModel
 from radixtrain.hf.sharing_report import SharingReport, SharingWatch
@@ -215,18 +215,17 @@ def _install(parts: Parts, options: Options, split: SplitModel | None, refused: 
             f"{type(parts.backbone).__name__} is shared already, alone or inside another model; call restore_model "
             f"with what was shared first"
         )
-    report, progress = SharingReport(), Progress()
-    mixers = install_mixers(parts.decoder, progress)
+    take_over(parts.decoder.config._attn_implementation, frozenset(map(type, parts.decoder.modules())))
+    report, mixers = SharingReport(), install_mixers(parts.decoder)
     generates = parts.base.can_generate() or parts.base is parts.backbone  # any head may use a bare backbone
     rows = None if split is None else split.rows
     hooks = BackboneHooks(
         parts.base,
         num_layers=num_attention_layers(parts.decoder),
         mixers=mixers,
-        progress=progress,
         traits=traits_of(parts.decoder),
-        collated=CollatedBatches(options, refused, rows, progress, report),
-        padded=PaddedSharing(options, generates, progress, report),
+        collated=CollatedBatches(options, refused, rows, report),
+        padded=PaddedSharing(options, generates, report),
         watch=SharingWatch(parts.name),
         report=report,
     )

@@ -9,6 +9,7 @@ package, put where the model's file has other code, is tried (`model.py`).
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -23,7 +24,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from radixtrain.hf.modules import names_in
+from radixtrain.hf.modules import attends, names_in
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
@@ -46,6 +47,9 @@ PLAIN = {
     *(nn.Module, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Sequential, nn.Identity),
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout),
 }
+SETTLED = PLAIN - {nn.Dropout, nn.Embedding}  # all that they hold is in the shapes of their weights
+SETTINGS = {bool, float, str}
+COUNTS = {int, dict, OrderedDict, type(None)}  # of what modules hold, what a pass may change; and what torch keeps
 # Where transformers has modules for all of its models. Those of known packages other than `TRIED` have been measured.
 BESIDE_MODELS = (
     "transformers.activations",
@@ -149,6 +153,7 @@ class OtherCode(NamedTuple):
     strange: modules that may compute a token from others, by code which the files of the decoder do not have.
     placed: what instances hold and can call. functions: what these files, torch and their classes name.
     experts: the function of its experts_implementation. own: further known packages of classes.
+    kinds: the classes of the modules in the roots.
     state: of all code and its settings; another one if any has changed.
     """
 
@@ -160,11 +165,20 @@ class OtherCode(NamedTuple):
     functions: list[Any]
     experts: Any
     own: frozenset[str]
+    kinds: frozenset[type]
     state: Hashable
 
     @property
     def refused(self) -> str | None:
-        """Name code of a third party: a hook, or a `forward` of a class or of an instance. None without any."""
+        """Name code of a third party: a hook, or a `forward` of a class or of an instance. None without any.
+
+        Or a layer with another attention than its decoder, whose mask it gets.
+        """
+        usual = self.roots[0].config._attn_implementation
+        for module in filter(lambda each: attends(type(each)), self.reached):
+            name = getattr(getattr(module, "config", None), "_attn_implementation", usual)
+            if name != usual:
+                return f"{_path(self.roots, module)} has attn_implementation {name!r}, and its decoder {usual!r}"
         sites = [
             *(("a hook on {}", module, each, KNOWN) for module, hooks in self.hooked for each in hooks),
             ("its experts_implementation", self.roots[0], self.experts, self.own),
@@ -219,7 +233,7 @@ def code_in(
         for each in reached
         if each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
     ]
-    kinds = {*map(type, inner)}
+    kinds = frozenset(map(type, inner))
     files = {each.__module__ for each in type(decoder).__mro__ if each.__module__.startswith("transformers.models.")}
     classes = {each for kind in kinds for each in kind.__mro__ if each.__module__ in files}
     strange = {kind for kind in kinds if not _is_own(kind, files, classes)}
@@ -231,13 +245,15 @@ def code_in(
         for name, each in space.items()
         if isinstance(each, FUNCTIONS) and not name.startswith(COMPILED)
     ]
-    placed = [
+    held = [
         value
         for each in inner
-        if type(each) not in PLAIN or not CALLED.isdisjoint(each.__dict__)
+        if type(each) not in SETTLED or not CALLED.isdisjoint(each.__dict__)
         for value in each.__dict__.values()
-        if callable(value)
+        if type(value) not in COUNTS
     ]
+    placed = [value for value in held if callable(value)]
+    configs = {id(each.__dict__.get("config")): each.__dict__.get("config") for each in inner}
     experts = ALL_EXPERTS_FUNCTIONS.get(getattr(decoder.config.get_text_config(), "_experts_implementation", None))
     of_classes = [
         vars(each)[name] for kind in {*map(type, reached)} for each in kind.__mro__ for name in CALLED & {*vars(each)}
@@ -248,21 +264,12 @@ def code_in(
         *map(_identity, [experts, *of_classes, *placed]),
         frozenset(_origin(each) for _, those in hooked for each in _functions(*those)),
         *(f"{getattr(each, ADAPTERS)} {each.disable_adapters}" for each in inner if hasattr(type(each), ADAPTERS)),
-        *((each.extra_repr(), *values_of(each)) for each in found),
-        *(each.scale_grad_by_freq for each in inner if isinstance(each, nn.Embedding)),
-        decoder.training,
+        *(each.extra_repr() for each in found),
+        *[value for value in held if type(value) in SETTINGS],
+        *(repr(getattr(each, "__dict__", None)) for each in configs.values()),
     )
     own = KNOWN.union(each.__module__.partition(".")[0] for each in type(model).__mro__)
-    return OtherCode(roots, reached, hooked, found, placed, functions, experts, own, state)
-
-
-def values_of(module: nn.Module) -> Iterator[object]:
-    """Yield the settings and functions that a module holds: no counts, which a pass may change."""
-    for value in vars(module).values():
-        if type(value) in (bool, float, str):
-            yield value
-        elif callable(value):
-            yield _identity(value)
+    return OtherCode(roots, reached, hooked, found, placed, functions, experts, own, kinds, state)
 
 
 def _identity(value: object) -> Hashable:

@@ -30,7 +30,7 @@ from radixtrain.hf.padded.causes import Causes, NotShared
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.places import NO_ROW, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
-from radixtrain.hf.progress import Progress, Upstream
+from radixtrain.hf.progress import Upstream
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
@@ -54,7 +54,6 @@ class PaddedSharing:
 
     options: Options
     generates: bool
-    progress: Progress
     report: SharingReport
     separates: bool | None = None
     left_padding: tuple[str | None, str | None] | None = None
@@ -117,7 +116,6 @@ class PaddedSharing:
         verdict = verdict_of(
             model,
             decoder,
-            progress=self.progress,
             allowed=allowed,
             shape=shape,
             hooks=hooks_between_ours(decoder),
