@@ -275,8 +275,12 @@ def code_in(
 def _identity(value: object) -> Hashable:
     """Return what tells a function from every other one, also from one that gets its address after it is gone.
 
-    A weak reference: a function may hold the model, which whoever keeps the identity would then keep too.
+    A weak reference: a function may hold the model, which whoever keeps the identity would then keep too. Partial
+    calls of the same are one: transformers makes a new one each time that activation checkpointing is switched on.
     """
+    if isinstance(value, partial):
+        items = (*value.args, *chain.from_iterable(value.keywords.items()))
+        return (_identity(value.func), *(each if type(each) in SETTINGS else _identity(each) for each in items))
     return ref(value) if isinstance(value, FUNCTIONS) else id(value)
 
 
