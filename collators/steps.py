@@ -19,7 +19,7 @@ from torch import Tensor
 from radixtrain.collators.batching import Shares, share_by_padded_tokens, share_by_unique_tokens
 from radixtrain.collators.features import check_no_weights, packed, token_rows
 from radixtrain.collators.radix import RadixCollator
-from radixtrain.collators.row_split import split_batch
+from radixtrain.collators.row_split import RowShare, split_batch
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.tree.arrays import lengths_of
 from radixtrain.tree.layout import Function, Movable
@@ -121,7 +121,7 @@ class StepCollator:
             empty = dummy_features(arrays, has_weights=self.merge_labels or not self.dedup)
             batches += [with_radix(self._collator.collate([empty]), num_tokens=0) for _ in range(num_missing)]
         if self.sp_size > 1:
-            batches = [split_batch(batch, self.rank % self.sp_size, self.sp_size) for batch in batches]
+            batches = [split_batch(batch, RowShare(self.rank % self.sp_size, self.sp_size)) for batch in batches]
         return Step(
             micro_batches=batches,
             members=[*groups, *([] for _ in range(num_missing))],

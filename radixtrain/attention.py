@@ -171,8 +171,11 @@ def _checked(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: TreeLayout, options: Options
 ) -> Request:
     attention, kernel, scale, softcap, window, both_ways = options
-    _check_tensors(query, key, value, layout.num_rows, layout.device)
-    _check_modifiers(query, softcap, window, sinks)
+    _check_tensors(query, key, value, sinks, layout)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, or None for no soft-cap; got {softcap}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 (a query sees itself), or None for no window; got {window}")
     binds = window is not None and window < layout.max_seqlen
     scoring = Scoring(scale, softcap, window if binds else None)
     both_ways = both_ways and layout.has_blocks
@@ -483,7 +486,8 @@ def _kernel(name: str, device: torch.device) -> VarlenKernel:
     return varlen_kernel(name, device)
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, num_rows: int, device: torch.device) -> None:
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: TreeLayout) -> None:
+    num_rows, device = layout.num_rows, layout.device
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 3 or tensor.shape[0] != num_rows:
             raise ValueError(
@@ -502,13 +506,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, num_rows: int, dev
         raise ValueError(f"head_dim must agree, got {query.shape[2]}, {key.shape[2]} and {value.shape[2]}")
     if not query.dtype.is_floating_point:
         raise ValueError(f"query, key and value must be floating point, got {query.dtype}")
-
-
-def _check_modifiers(query: Tensor, softcap: float | None, window: int | None, sinks: Tensor | None) -> None:
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, or None for no soft-cap; got {softcap}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 (a query sees itself), or None for no window; got {window}")
     if sinks is None:
         return
     if sinks.shape != (query.shape[1],) or not sinks.dtype.is_floating_point:

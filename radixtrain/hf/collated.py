@@ -81,7 +81,7 @@ class CollatedBatches:
                 "a radix batch came to a model of share_prefixes(model, sp_group=...) without having been split over "
                 "its ranks: call what share_prefixes got, not a part of it; let PEFT wrap the model before that"
             )
-        return split.rows_per_rank(layout.num_rows)
+        return split.share.count(layout.num_rows)
 
     def _count(self, radix: RadixInputs, layout: TreeLayout, num_head_rows: int) -> None:
         """Count a batch. num_head_rows: 0 for a bare backbone."""

@@ -9,7 +9,7 @@ T packed tokens, U unique rows, B sequences, S segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple, Self
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from radixtrain.kernels.merge_attention import Piece, Rows
+from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 from radixtrain.tree.blocks import reversed_blocks
@@ -201,19 +201,16 @@ class TreeLayout(Movable):
 
     @cached_property
     def _pieces(self) -> list[Piece]:
-        sides = self._sides()
-        pairs = zip(self._host.causal, sides, sides, strict=True)
-        return [
-            Piece(q_rows, k_rows, Ragged(cu_q, cu_k, max_q, max_k, causal=bool(causal)))
-            for causal, (q_rows, cu_q, max_q), (k_rows, cu_k, max_k) in pairs
+        lengths, bounds = self._host.lengths, self._int32[len(SECTIONS) :: 2]
+        longest, firsts, numbers = (self._host.sides[start::3] for start in range(3))
+        rows = [
+            self._int64[place] if lengths[place] else slice(first, first + number)
+            for place, first, number in zip(range(len(SECTIONS) + 1, len(lengths), 2), firsts, numbers, strict=True)
         ]
-
-    def _sides(self) -> Iterator[tuple[Rows, Tensor, int]]:
-        """Yield rows, bounds and longest entry of the queries of a piece, and then of its keys, piece after piece."""
-        lengths, numbers = self._host.lengths, iter(self._host.sides)
-        for place, longest, first, number in zip(range(len(SECTIONS), len(lengths), 2), *[numbers] * 3, strict=True):
-            rows = self._int64[place + 1] if lengths[place + 1] else slice(first, first + number)
-            yield rows, self._int32[place], longest
+        return [
+            Piece(rows[q], rows[k], Ragged(bounds[q], bounds[k], longest[q], longest[k], causal=bool(causal)))
+            for q, k, causal in zip(range(0, len(rows), 2), range(1, len(rows), 2), self._host.causal, strict=True)
+        ]
 
     @property
     def sequences(self) -> Piece:
@@ -228,7 +225,7 @@ class TreeLayout(Movable):
     @property
     def pieces(self) -> list[Piece]:
         """Return the pieces of `cascade`; the first, of chains onto themselves, covers every row."""
-        return self._pieces[2 : len(self._pieces) - len(self.later)]
+        return self._pieces[2 : -2 if self.has_blocks else None]
 
     @property
     def later(self) -> list[Piece]:
