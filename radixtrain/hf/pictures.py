@@ -8,7 +8,7 @@ Whatever the backbone does to pictures before its tower, and to features after i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -135,21 +135,19 @@ def _may_read_other_pictures(backbone: Any) -> bool:
 
     They do in the statistics of a batch; code of a third party may do the same, in the tower or on the way from it.
     """
-    norms = (module for module in backbone.modules() if isinstance(module, BATCH_NORMS))
-    return any(module.training for module in norms) or any(map(has_unknown_code, _upstream_modules(backbone)))
+    of_text = {backbone, *text_decoder_of(backbone).modules()}
+    return any(
+        (module.training and isinstance(module, BATCH_NORMS)) or (module not in of_text and has_unknown_code(module))
+        for module in backbone.modules()
+    )
 
 
 def gradient_is_read(backbone: Any) -> bool:
-    """Return whether a backward hook of a third party reads a gradient before the text decoder, as at a projector."""
-    modules = (backbone.get_input_embeddings(), *_upstream_modules(backbone))
-    hooked = (module for module in modules if module._backward_hooks or module._backward_pre_hooks)
+    """Return whether a backward hook of a third party reads a gradient before the text decoder. 3 us a module."""
+    hooked = {module for module in backbone.modules() if module._backward_hooks or module._backward_pre_hooks}
+    if hooked:
+        hooked -= {backbone, *text_decoder_of(backbone).modules()} - {backbone.get_input_embeddings()}
     return any(map(has_unknown_code, hooked))
-
-
-def _upstream_modules(backbone: Any) -> Iterator[nn.Module]:
-    """Yield the modules of a backbone outside its text decoder."""
-    of_text = {backbone, *text_decoder_of(backbone).modules()}
-    return (module for module in backbone.modules() if module not in of_text)
 
 
 def _split(given: Mapping[str, Any]) -> tuple[list[Picture], IntArray | None]:
