@@ -121,7 +121,7 @@ def verdict_of(
     if drew and number_that_draws(decoder, allowed)[0]:  # a layer that is left out seldom does not show in a trial
         return Verdict(f"{type(decoder).__name__} {DRAWS}")
     code = code_in(model, decoder, head, **reached)
-    other = why_recorded() or take_over(decoder.config._attn_implementation, code.kinds)
+    other = why_recorded() or take_over(decoder.config, code.kinds)
     if other is not None:
         return Verdict(other)
     key = code.state, backbone is decoder, _arithmetic(decoder), *allowed, drew
@@ -160,7 +160,7 @@ def _first_tried(
     if not _is_whole(decoder):
         not_whole = "the weights are not whole in this process"
         reason = f"cannot be tried: {not_whole}" if other_code else None
-        why_whole = f"{not_whole}, so forks cannot be tried"
+        why_whole: str | None = f"{not_whole}, so forks cannot be tried"
     else:
         given = backbone, head, allowed, ROWS, drew
         why_whole = _tried(*given, forks=True) if has_states else None

@@ -31,6 +31,7 @@ from radixtrain.hf.backbone import Parts, is_text
 from radixtrain.hf.modules import (
     is_attention,
     mixers_of,
+    modules_in,
     names_in,
     names_in_method,
     num_attention_layers,
@@ -103,11 +104,7 @@ def traits_of(decoder: PreTrainedModel) -> tuple[str, list[nn.Module], list[Any]
 
     To read and compare them takes 0.1 ms of one core for 28 layers, 1.4 ms with LoRA (2,329 modules).
     """
-    modules: list[nn.Module] = []
-    level: list[nn.Module] = [decoder]
-    while level:
-        modules += level
-        level = [child for each in level for child in each._modules.values() if child is not None]
+    modules = modules_in(decoder)
     return repr(vars(decoder.config)), modules, [module.__dict__.get(CHUNKS) for module in modules]
 
 
