@@ -89,6 +89,11 @@ class Verdict:
         """Return whether rows of this shape need no trial: only code that is not the model's own needs long ones."""
         return not self.other_code or any(shape[0] <= rows and shape[1] <= length for rows, length in self.shapes)
 
+    def note(self, decoder: nn.Module, reason: str | None, shape: Sequence[int]) -> None:
+        """Add what a trial of rows of this shape has found."""
+        self.reason = reason and f"{self.other_code or type(decoder).__name__} {reason}"
+        self.shapes.append(shape)
+
 
 _judged: WeakKeyDictionary[nn.Module, dict[Hashable, Verdict]] = WeakKeyDictionary()  # of a decoder, by its state
 
@@ -111,11 +116,11 @@ def verdict_of(
     drew: whether a pass moved a generator. OPT draws numbers that change nothing while its layerdrop is 0.
     shape: rows and tokens in each, of the padded batch. reached: what else gets unique tokens, as `code_in` takes it.
 
-    A model is tried once in each mode and dtype, with and without gradients, and again when its modules, hooks or
-    functions have changed. One with code that is not its own is tried again when more or longer rows come. Every other
-    call costs one look at its modules (`code_in`). If the weights are spread over
-    processes, nothing is tried: then the rules decide, code that is not the model's own is refused, and recurrent
-    layers compute whole sequences.
+    A model is tried once in each mode and dtype, with and without gradients, and again when its modules, hooks,
+    functions or settings have changed. One with code that is not its own is tried again when more or longer rows come.
+    Every other call costs one look at its modules (`code_in`). If the weights are spread over processes, nothing is
+    tried: then the rules decide, code that is not the model's own is refused, and recurrent layers compute whole
+    sequences.
     """
     decoder = text_decoder_of(backbone)
     if drew and number_that_draws(decoder, allowed)[0]:  # a layer that is left out seldom does not show in a trial
@@ -132,19 +137,16 @@ def verdict_of(
             known.clear()
         if key not in known:
             known[key] = Verdict(code.refused, other_code=code.tried)
-        verdict, reason = known[key], None
+        verdict = known[key]
         if verdict.reason is None and not verdict.shapes:
-            verdict.shapes.append(ROWS.shape)
             reason, verdict.forks = _first_tried(backbone, head, allowed, drew, verdict.other_code)
-        if verdict.reason is reason is None and not verdict.covers(shape):
-            verdict.shapes.append(shape)
+            verdict.note(decoder, reason, ROWS.shape)
+        if verdict.reason is None and not verdict.covers(shape):
             places = torch.arange(shape[1], device="cpu")
             own = torch.arange(shape[0], device="cpu")[:, None] * (places >= shape[1] // 2)
             ids = (places + own) % 7 + 1
             with torch.no_grad():  # and without a head, whose logits would take much memory
-                reason = _tried(backbone, None, allowed, ids)
-        if reason is not None:
-            verdict.reason = f"{verdict.other_code or type(decoder).__name__} {reason}"
+                verdict.note(decoder, _tried(backbone, None, allowed, ids), shape)
     return verdict
 
 
