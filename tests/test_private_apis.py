@@ -121,7 +121,7 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.utils._pytree": "finds the tensors among the arguments of a function",
         "torch.Tensor._is_view": "says of a tensor without memory whether a function made a view or a copy",
     },
-    "radixtrain/hf/modules.py": {
+    "radixtrain/hf/backbone.py": {
         "transformers.PreTrainedModel._gradient_checkpointing_func": (
             "computes a layer again, without the layer's hooks, and may be a user's"
         ),

@@ -37,7 +37,7 @@ from transformers.masking_utils import (
 
 from radixtrain.attention import launched_in_graphs, tree_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.modules import attends, eager_slots, interfaces_of, name_of
+from radixtrain.hf.backbone import attends, eager_slots, interfaces_of, name_of
 from radixtrain.hf.padded.places import Places
 from radixtrain.hf.recurrent import tree_runs
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of

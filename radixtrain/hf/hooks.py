@@ -22,12 +22,11 @@ from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import Parts, arguments_of, text_decoder_of
+from radixtrain.hf.backbone import Parts, arguments_of, mixers_of, num_attention_layers, text_decoder_of, text_layers
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.guards.draws import generator_states, has_drawn, set_generator_states, why_refused
 from radixtrain.hf.guards.model import forget_verdicts, verdict_of
 from radixtrain.hf.guards.rules import traits_of, why_unsupported
-from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.padded.causes import with_made_masks
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.pictures import compute_every_picture, compute_pictures_once

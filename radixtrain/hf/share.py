@@ -18,12 +18,11 @@ from torch import nn
 from radixtrain.collators.misuse_guard import SHARED
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import take_over
-from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
+from radixtrain.hf.backbone import Parts, backbone_of, model_inside, num_attention_layers, parts_of, pretrained_model_of
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.guards.batch import Options, check_choice
 from radixtrain.hf.guards.rules import check_supported, traits_of, why_unsupported
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
-from radixtrain.hf.modules import num_attention_layers
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent import install_mixers, remove_mixers
 from radixtrain.hf.sequence_parallel import SplitModel

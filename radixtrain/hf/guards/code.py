@@ -23,7 +23,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from radixtrain.hf.modules import attends, modules_in, names_in
+from radixtrain.hf.backbone import attends, modules_in, names_in
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from radixtrain.collators.misuse_guard import is_instance_by_name
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.attention_interface import RadixCall, take_over
-from radixtrain.hf.backbone import text_decoder_of
+from radixtrain.hf.backbone import mixers_of, num_attention_layers, text_decoder_of, text_layers
 from radixtrain.hf.guards.code import ADAPTERS, code_in, why_recorded
 from radixtrain.hf.guards.draws import (
     generator_states,
@@ -47,7 +47,6 @@ from radixtrain.hf.guards.draws import (
     set_generator_states,
     without_dropout,
 )
-from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.progress import running
 from radixtrain.hf.recurrent import arguments_by_name, each_tensor, run_on_tree
 from radixtrain.hf.windows import chunk_of, no_mask, window_may_bind

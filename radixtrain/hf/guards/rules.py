@@ -27,9 +27,10 @@ from transformers.models.auto import modeling_auto
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import FLASH
-from radixtrain.hf.backbone import Parts, is_text
-from radixtrain.hf.modules import (
+from radixtrain.hf.backbone import (
+    Parts,
     is_attention,
+    is_text,
     mixers_of,
     modules_in,
     names_in,
