@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -37,7 +37,7 @@ from transformers.masking_utils import (
 
 from radixtrain.attention import launched_in_graphs, tree_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.modules import attends, eager_slots, interfaces_of, name_of
+from radixtrain.hf.backbone import attends, eager_slots, interfaces_of, name_of
 from radixtrain.hf.padded.places import Places
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
@@ -197,13 +197,14 @@ _TAKING = Lock()  # models may be loaded, and called, in several threads
 _ours: dict[Callable[..., Any], Callable[..., Any]] = {}  # a function of transformers -> ours around it
 
 
-def take_over(name: str, classes: frozenset[type]) -> str | None:
+def take_over(config: PreTrainedConfig, classes: frozenset[type]) -> str | None:
     """Wrap the attention functions that modules call; return why if these are not transformers' own.
 
     They stay there, for all models of the process, and do nothing without a plan.
 
-    name: of the attention. classes: of the modules.
+    config: names the attention. classes: of the modules.
     """
+    name = config._attn_implementation
     if name not in STOCK:
         return f"attn_implementation {name!r} is not one of transformers' own ({', '.join(STOCK)})"
     sdpa = torch.nn.functional.scaled_dot_product_attention  # context parallelism replaces it during a step

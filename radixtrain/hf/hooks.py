@@ -22,18 +22,18 @@ from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import Parts, arguments_of, text_decoder_of
+from radixtrain.hf.backbone import Parts, arguments_of, mixers_of, num_attention_layers, text_decoder_of, text_layers
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.guards.draws import generator_states, has_drawn, set_generator_states, why_refused
 from radixtrain.hf.guards.model import forget_verdicts, verdict_of
 from radixtrain.hf.guards.rules import traits_of, why_unsupported
-from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.padded.calls import LEARNS_NOTHING
 from radixtrain.hf.padded.causes import with_made_masks
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.pictures import compute_every_picture, compute_pictures_once
 from radixtrain.hf.progress import Upstream, running
 from radixtrain.hf.recurrent import LayerHooks
+from radixtrain.hf.sequence_parallel import SplitModel
 from radixtrain.hf.sharing_report import HELP_NOT_ALIKE, SharingReport, SharingWatch
 from radixtrain.hf.token_losses import TokenLoss
 from radixtrain.tree.radix_inputs import RADIX
@@ -57,6 +57,7 @@ class BackboneHooks:
     collated, padded: the two kinds of batch.
     watch: warns if nothing is shared.
     report: counts what is shared.
+    split: spreads its batches over the ranks of `sp_group`; None without one.
     drew: why no call is shared in training any more, in a program whose author did not ask for sharing.
     """
 
@@ -68,6 +69,7 @@ class BackboneHooks:
     padded: PaddedSharing
     watch: SharingWatch
     report: SharingReport
+    split: SplitModel | None
     changed: str | None = None
     drew: str | None = None
 
@@ -75,7 +77,7 @@ class BackboneHooks:
         """Copy the hooks; a copy of the backbone only does not copy the model around it."""
         memo[id(self)] = copied = copy(self)
         copied.model, copied.traits = memo.get(id(self.model), self.model), None
-        for name in ("mixers", "collated", "padded", "watch", "report"):
+        for name in ("mixers", "collated", "padded", "watch", "report", "split"):
             setattr(copied, name, deepcopy(getattr(self, name), memo))
         return copied
 

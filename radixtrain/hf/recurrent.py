@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.backbone import CACHE, is_cache
-from radixtrain.hf.modules import CHECKPOINT, layer_around, mixers_of
+from radixtrain.hf.backbone import CACHE, CHECKPOINT, is_cache, layer_around, mixers_of
 from radixtrain.hf.progress import running
 from radixtrain.hf.windows import on_mask
 from radixtrain.kernels.rows import gather_rows

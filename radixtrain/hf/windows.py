@@ -27,8 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.backbone import OF_OLDER_MASKS
-from radixtrain.hf.modules import name_of
+from radixtrain.hf.backbone import OF_OLDER_MASKS, name_of
 from radixtrain.hf.progress import Upstream, running
 from radixtrain.versions import saying_what_was_tested
 

@@ -19,12 +19,11 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from radixtrain.hf.modules import attends, names_in
+from radixtrain.hf.backbone import attends, modules_in, names_in
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
@@ -225,7 +224,7 @@ def code_in(
     This runs in every pass, so it calls nothing of Python for a module.
     """
     roots = [decoder] if head is None else [decoder, head]
-    inner = [each for root in roots for each in (root, *_inside(root))]
+    inner = [each for root in roots for each in modules_in(root)]
     beyond = set() if besides is None else {*besides.modules()}
     reached = [each for each in (*outer, *inner) if each not in beyond]
     hooked = [
@@ -322,18 +321,6 @@ def _on_instance(module: nn.Module) -> Iterator[Any]:
         yield from (function for function in _functions(own["forward"]) if function not in of_class)
         if (hook := own.get("_hf_hook")) is not None:
             yield from map(type, (hook, *getattr(hook, "hooks", ())))
-
-
-def _inside(root: nn.Module) -> list[nn.Module]:
-    """List the modules inside another, except parametrizations, which get weights and no tokens."""
-    found: list[nn.Module] = []
-    level = [root]
-    while level:
-        inner = [module._modules for module in level if module._modules]
-        children = chain.from_iterable([named.values() for named in inner])
-        level = [child for child in children if child is not None and type(child) is not ParametrizationList]
-        found += level
-    return found
 
 
 def _path(roots: Sequence[nn.Module], module: nn.Module) -> str:

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from radixtrain.collators.misuse_guard import is_instance_by_name
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.attention_interface import RadixCall, take_over
-from radixtrain.hf.backbone import text_decoder_of
+from radixtrain.hf.backbone import mixers_of, num_attention_layers, text_decoder_of, text_layers
 from radixtrain.hf.guards.code import ADAPTERS, code_in, why_recorded
 from radixtrain.hf.guards.draws import (
     generator_states,
@@ -47,7 +47,6 @@ from radixtrain.hf.guards.draws import (
     set_generator_states,
     without_dropout,
 )
-from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.progress import running
 from radixtrain.hf.recurrent import arguments_by_name, each_tensor, run_on_tree
 from radixtrain.hf.windows import chunk_of, no_mask, window_may_bind
@@ -89,6 +88,11 @@ class Verdict:
         """Return whether rows of this shape need no trial: only code that is not the model's own needs long ones."""
         return not self.other_code or any(shape[0] <= rows and shape[1] <= length for rows, length in self.shapes)
 
+    def note(self, decoder: nn.Module, reason: str | None, shape: Sequence[int]) -> None:
+        """Add what a trial of rows of this shape has found."""
+        self.reason = reason and f"{self.other_code or type(decoder).__name__} {reason}"
+        self.shapes.append(shape)
+
 
 _judged: WeakKeyDictionary[nn.Module, dict[Hashable, Verdict]] = WeakKeyDictionary()  # of a decoder, by its state
 
@@ -111,17 +115,17 @@ def verdict_of(
     drew: whether a pass moved a generator. OPT draws numbers that change nothing while its layerdrop is 0.
     shape: rows and tokens in each, of the padded batch. reached: what else gets unique tokens, as `code_in` takes it.
 
-    A model is tried once in each mode and dtype, with and without gradients, and again when its modules, hooks or
-    functions have changed. One with code that is not its own is tried again when more or longer rows come. Every other
-    call costs one look at its modules (`code_in`). If the weights are spread over
-    processes, nothing is tried: then the rules decide, code that is not the model's own is refused, and recurrent
-    layers compute whole sequences.
+    A model is tried once in each mode and dtype, with and without gradients, and again when its modules, hooks,
+    functions or settings have changed. One with code that is not its own is tried again when more or longer rows come.
+    Every other call costs one look at its modules (`code_in`). If the weights are spread over processes, nothing is
+    tried: then the rules decide, code that is not the model's own is refused, and recurrent layers compute whole
+    sequences.
     """
     decoder = text_decoder_of(backbone)
     if drew and number_that_draws(decoder, allowed)[0]:  # a layer that is left out seldom does not show in a trial
         return Verdict(f"{type(decoder).__name__} {DRAWS}")
     code = code_in(model, decoder, head, **reached)
-    other = why_recorded() or take_over(decoder.config._attn_implementation, code.kinds)
+    other = why_recorded() or take_over(decoder.config, code.kinds)
     if other is not None:
         return Verdict(other)
     key = code.state, backbone is decoder, _arithmetic(decoder), *allowed, drew
@@ -132,19 +136,16 @@ def verdict_of(
             known.clear()
         if key not in known:
             known[key] = Verdict(code.refused, other_code=code.tried)
-        verdict, reason = known[key], None
+        verdict = known[key]
         if verdict.reason is None and not verdict.shapes:
-            verdict.shapes.append(ROWS.shape)
             reason, verdict.forks = _first_tried(backbone, head, allowed, drew, verdict.other_code)
-        if verdict.reason is reason is None and not verdict.covers(shape):
-            verdict.shapes.append(shape)
+            verdict.note(decoder, reason, ROWS.shape)
+        if verdict.reason is None and not verdict.covers(shape):
             places = torch.arange(shape[1], device="cpu")
             own = torch.arange(shape[0], device="cpu")[:, None] * (places >= shape[1] // 2)
             ids = (places + own) % 7 + 1
             with torch.no_grad():  # and without a head, whose logits would take much memory
-                reason = _tried(backbone, None, allowed, ids)
-        if reason is not None:
-            verdict.reason = f"{verdict.other_code or type(decoder).__name__} {reason}"
+                verdict.note(decoder, _tried(backbone, None, allowed, ids), shape)
     return verdict
 
 
@@ -160,7 +161,7 @@ def _first_tried(
     if not _is_whole(decoder):
         not_whole = "the weights are not whole in this process"
         reason = f"cannot be tried: {not_whole}" if other_code else None
-        why_whole = f"{not_whole}, so forks cannot be tried"
+        why_whole: str | None = f"{not_whole}, so forks cannot be tried"
     else:
         given = backbone, head, allowed, ROWS, drew
         why_whole = _tried(*given, forks=True) if has_states else None

@@ -13,12 +13,11 @@ from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import arguments_of, is_cache, text_decoder_of, with_rows
+from radixtrain.hf.backbone import arguments_of, is_cache, text_decoder_of, why_padding_leaks, with_rows
 from radixtrain.hf.guards.batch import Options
 from radixtrain.hf.guards.code import hooks_between_ours
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.guards.rules import why_padding_matters
-from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.padded.calls import (
     is_compiled,
     option,

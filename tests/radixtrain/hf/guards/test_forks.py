@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain import share_prefixes
+from radixtrain.hf.backbone import mixers_of
 from radixtrain.hf.guards import model as trial
-from radixtrain.hf.modules import mixers_of
 from radixtrain.verification.oracle import float64_truth
 from tests.support import cases
 from tests.support.models import NEEDS_FORKS, tiny_model
