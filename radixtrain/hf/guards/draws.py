@@ -70,10 +70,15 @@ def number_that_draws(root: nn.Module, allowed: Collection[str] = ()) -> tuple[s
 def why_refused(what: str, root: nn.Module, allowed: Collection[str]) -> str:
     """Say that something draws, by which number, and how to go on. what: it does, such as `Qwen3Model draws`."""
     number, name = number_that_draws(root, allowed)
+    cause = "a shared token would draw once, but an ordinary batch draws once per copy"
+    if not name:
+        return (
+            f"{what}, by no number that a module holds: {cause}; leave out the layer that draws. If it is another "
+            f"thread of the program, such as one that samples rows, give that thread a torch.Generator of its own"
+        )
     return (
-        f"{what} ({number or 'in a layer'}): a shared token would draw once, but an ordinary batch draws once per "
-        f"copy; set it to 0 in the modules, which read the configuration only when they are made, or allow it by name: "
-        f"allow_dropout=[{name!r}]"
+        f"{what} ({number}): {cause}; set it to 0 in the modules, which read the configuration only when they are "
+        f"made, or allow it by name: allow_dropout=[{name!r}]"
     )
 
 

@@ -296,6 +296,8 @@ def _tried(
                         return f"has another gradient of {name}, such as by an average over the tokens of a batch"
             num_layers = num_attention_layers(decoder) if text_layers(decoder) else None
             call.check_layers(backbone, num_layers, "attended without the tree")
+        except torch.OutOfMemoryError:  # of this moment, not of the model
+            raise
         except UserError as error:
             return f"is refused: {error}"
         except Exception as error:  # by code of any kind
@@ -316,6 +318,8 @@ def _why_no_fork(
     name = type(mixer).__name__
     try:
         found, expected = (_gradient_above_forks(mixer, given, runs, is_above) for runs in (forked, whole))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # a kernel may raise anything
         return f"{name} raises {type(error).__name__}: {first_line(error)}"
     if not expected.any():

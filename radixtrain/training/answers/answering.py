@@ -1,4 +1,4 @@
-"""Generates the model's answers to prompts, which are computed on their unique tokens.
+"""Generates the model's answers to prompts, which are computed on their unique tokens; whole, by recurrent layers.
 
 With several ranks, each answers a share of the prompts, and all receive all answers.
 """
@@ -24,7 +24,8 @@ from radixtrain.generation.cache import RadixCache
 from radixtrain.generation.generate import check_arguments, generate
 from radixtrain.generation.prefill import generating
 from radixtrain.generation.score import score_completions
-from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.backbone import mixers_of, parts_of
+from radixtrain.hf.guards.draws import evaluating
 from radixtrain.settings.commands import AnswerSettings
 from radixtrain.tree.arrays import back_to_back
 from radixtrain.tree.sorting import sort_sequences
@@ -97,8 +98,9 @@ def check_answering(
             raise UserError(f"unknown option {name!r}{did_you_mean(name, GenerationConfig().to_dict())}")
         check_arguments(model, None, fields_of_config(options, tokenizer, model, prompts))
         longest = max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens - 1  # all but the last
-        with generating(model, parts_of(model), longest):
-            return
+        if not _is_recurrent(model):
+            with generating(model, parts_of(model), longest):
+                return
     except (TypeError, ValueError) as error:
         raise UserError(f"{SECTION}: {error}") from None
 
@@ -158,8 +160,8 @@ def _generated(
 ) -> tuple[list[Answer], int]:
     """Generate an answer to each prompt, and count the rows that were computed for the prompts.
 
-    fields: of `GenerationConfig`, with `eos_token_id` as a list. Draws come from torch's
-    generator. Raises UserError for an option that `generate` refuses.
+    fields: of `GenerationConfig`, with `eos_token_id` as a list. Draws come from torch's generator. Raises UserError
+    for an option that `generate` refuses.
     """
     ids = [prompt.token_ids for prompt in prompts]
     stored = RadixCache(STORED_TOKENS) if cache is None else cache
@@ -169,7 +171,14 @@ def _generated(
         batch = _left_padded([ids[member] for member in members], model.device)
         answers.update(zip(members, _answered(model, batch, tokenizer, fields, stored), strict=True))
     num_last = len(ids)  # the last token of each prompt, which is never stored
-    return [answers[member] for member in range(len(ids))], num_last + stored.counters.num_computed - before
+    num_computed = num_last + stored.counters.num_computed - before
+    in_order = [answers[member] for member in range(len(ids))]
+    return in_order, sum(map(len, ids)) if _is_recurrent(model) else num_computed
+
+
+def _is_recurrent(model: Any) -> bool:
+    """Return whether a model has states that a cache of keys and values does not hold: it computes prompts whole."""
+    return bool(mixers_of(parts_of(model).decoder))
 
 
 def _batches(ids: Sequence[np.ndarray], options: AnswerSettings) -> list[list[int]]:
@@ -188,8 +197,13 @@ def _answered(
 ) -> Iterator[Answer]:
     """Yield the answer to each prompt of a batch, without its text and log-probability."""
     pad = next(iter(fields["eos_token_id"] or ()), 0)  # what follows an end token is cut off
+    arguments = {**batch, "tokenizer": tokenizer, "pad_token_id": pad, **fields}
     try:
-        generated = generate(model, cache=cache, **batch, tokenizer=tokenizer, **{"pad_token_id": pad, **fields})
+        if _is_recurrent(model):
+            with evaluating(model):
+                generated = model.generate(**arguments)
+        else:
+            generated = generate(model, cache=cache, **arguments)
     except (TypeError, ValueError) as error:
         raise UserError(f"{SECTION}: {first_line(error)}") from error
     for answer in generated[:, batch["input_ids"].shape[1] :].tolist():

@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from radixtrain import share_prefixes
+from radixtrain.errors import UserError
+from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.guards.draws import DROPOUTS, evaluating, without_dropout
 
 
@@ -36,3 +39,19 @@ def test_modes_come_back(model: Any, off: Any) -> None:
         assert sum(modes(model)) == (0 if off is evaluating else sum(before) - 1)
         raise KeyError
     assert modes(model) == before
+
+
+def test_what_another_thread_draws_is_named(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No module draws, so that nothing could be set to 0 or allowed by name."""
+    model = share_prefixes(tiny_qwen3())
+    given = {"input_ids": torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])}
+    model(**given)  # tried while nothing draws
+    attend = RadixCall.attend
+
+    def while_others_draw(call: RadixCall, *heads: Any, **scoring: Any) -> Any:
+        torch.rand(1)
+        return attend(call, *heads, **scoring)
+
+    monkeypatch.setattr(RadixCall, "attend", while_others_draw)
+    with pytest.raises(UserError, match=r"no number that a module holds.* give that thread a torch\.Generator"):
+        model(**given)

@@ -269,7 +269,6 @@ def test_threads(tiny_qwen3: Callable[..., Any]) -> None:
         each.start()
     for each in threads:
         each.join()
-    assert not sharing_report(model).not_shared
 
 
 @torch.no_grad()
@@ -426,6 +425,15 @@ def test_it_is_tried_once_in_each_mode(tiny_qwen3: Callable[..., Any], monkeypat
     model = share_prefixes(tiny_qwen3())
     model(input_ids=IDS[:1], use_cache=False)
     assert not tries, "there was nothing to share"
+    with pytest.MonkeyPatch.context() as patch:  # memory of this moment: no verdict on the model
+
+        def without_memory(*_: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        patch.setattr(probe, "_passed", without_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            of_calls(model)
+    tries.clear()
     for _ in range(2):
         of_calls(model)
     of_calls_without_gradients(model)
