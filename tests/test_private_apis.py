@@ -139,9 +139,6 @@ TABLE: dict[str, dict[str, str]] = {
         "torch._C._set_throw_on_mutable_data_ptr": "makes an error of C code that takes the memory of such a tensor",
         "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for its shape and dtype",
     },
-    "radixtrain/hf/recurrent.py": {
-        "torch.utils._python_dispatch._disable_current_modes": "no mode fakes the rows of a run",
-    },
     "radixtrain/hf/guards/batch.py": {
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",
         "torch.nn.Module._parameters": "finds the modules that hold a shared matrix",
@@ -173,9 +170,6 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers": (
             "ends the workers with their run; Python may collect the circle that holds their loader much later"
         ),
-    },
-    "radixtrain/tree/runs.py": {
-        "torch.utils._python_dispatch._disable_current_modes": "reads numbers on the host under a mode that fakes them",
     },
     "radixtrain/hf/windows.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes what is asked of a mask",
