@@ -67,8 +67,8 @@ class Ragged:
     def whole(cls, num_queries: int, num_keys: int, device: torch.device) -> Ragged:
         """Make a call of one entry in which every query sees every key. Does not wait for the device."""
         bounds = torch.tensor([[0, num_queries], [0, num_keys]], dtype=torch.int32, device="cpu")
-        cu_q, cu_k = bounds.to(device, non_blocking=True)
-        return cls(cu_q, cu_k, num_queries, num_keys, causal=False)
+        of_queries, of_keys = bounds.to(device, non_blocking=True)
+        return cls(of_queries, of_keys, num_queries, num_keys, causal=False)
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, int, int]:

@@ -221,8 +221,8 @@ def _routed(layout: TreeLayout, request: Request) -> Route:
 
 def _masked(hidden: Tensor) -> Piece:
     """Return the call of all queries onto all keys but the hidden ones. hidden: (queries, keys), bool."""
-    ragged = Ragged.whole(len(hidden), hidden.shape[1], hidden.device)
-    return Piece(slice(None), slice(None), replace(ragged, mask=added_to_scores(hidden)))
+    every = Ragged.whole(hidden.shape[0], hidden.shape[1], hidden.device)
+    return Piece(slice(None), slice(None), replace(every, mask=added_to_scores(hidden)))
 
 
 def _seen(layout: TreeLayout, window: int | None, both_ways: bool) -> Tensor:

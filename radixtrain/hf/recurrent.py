@@ -30,9 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.backbone import CACHE, is_cache
-from radixtrain.hf.modules import CHECKPOINT, layer_around, mixers_of
-from radixtrain.hf.progress import Progress
+from radixtrain.hf.backbone import CACHE, CHECKPOINT, is_cache, layer_around, mixers_of
+from radixtrain.hf.progress import running
 from radixtrain.hf.windows import on_mask
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.runs import RunLayout
@@ -47,17 +46,17 @@ class Mixer:
     """Replaces the `forward` of a mixer.
 
     module: the mixer. replaced: the `forward` that the module itself had, such as that of Accelerate's hooks, if any.
-    progress: of the model; its layer has begun a call there.
     """
 
-    def __init__(self, module: nn.Module, progress: Progress) -> None:
-        self.module, self.progress = module, progress
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.replaced = module.__dict__.get("forward")
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        if self.progress.call is None:
+        call = running.call  # its layer has begun it
+        if call is None:
             return self.original(*args, **kwargs)
-        return self._on_tree(args, kwargs)
+        return self._on_tree(call, args, kwargs)
 
     def original(self, *args: object, **kwargs: object) -> Any:
         """Run the mixer without any change."""
@@ -66,8 +65,7 @@ class Mixer:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @torch.compiler.disable  # host integers: traced, it would be recompiled for every tree
-    def _on_tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = self.progress.call
+    def _on_tree(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = arguments_by_name(self.module, args, kwargs).items()
         given = {name: each_tensor(lambda x: call.all_rows(x[0])[None], call.num_rows, x) for name, x in arguments}
         call.mixed.append(id(self.module))
@@ -81,21 +79,21 @@ class LayerHooks:
     around: the modules from the layer down to its mixers, each of which transformers may compute again.
     """
 
-    def __init__(self, around: list[nn.Module], progress: Progress) -> None:
-        self.around, self.progress = around, progress
+    def __init__(self, around: list[nn.Module]) -> None:
+        self.around = around
 
     @torch.compiler.disable
     def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin the call that this layer is part of; None for an ordinary one."""
-        self.progress.begin(self._call(layer, args, kwargs))
+        running.begin(self._call(layer, args, kwargs))
         for module in self.around:
             compute = module.__dict__.get(CHECKPOINT)
             if compute is not None and not isinstance(compute, Checkpoint):
-                setattr(module, CHECKPOINT, Checkpoint(compute, self.progress))
+                setattr(module, CHECKPOINT, Checkpoint(compute))
 
     @torch.compiler.disable
     def leave(self, layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        self.progress.end()
+        running.end()
 
     def _call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = filter(None, map(on_mask, [*args, *kwargs.values()]))
@@ -108,28 +106,28 @@ class Checkpoint:
     What it recomputes in the backward pass is part of the original call.
     """
 
-    def __init__(self, original: Callable[..., Any], progress: Progress) -> None:
-        self.original, self.progress = original, progress
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
 
     @torch.compiler.disable
     def __call__(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        call = self.progress.call
+        call = running.call
 
         def with_call(*args: object, **kwargs: object) -> Any:
-            with self.progress.during(call):
+            with running.during(call):
                 return function(*args, **kwargs)
 
         return self.original(with_call, *args, **kwargs)
 
 
 @saying_what_was_tested()
-def install_mixers(decoder: nn.Module, progress: Progress) -> list[nn.Module]:
+def install_mixers(decoder: nn.Module) -> list[nn.Module]:
     """Replace every mixer's `forward` by a `Mixer`. Returns the modules; none if all layers only attend.
 
     Raises UserError for a mixer outside of the decoder layers, and for one that does not name its cache.
     """
     found = list(mixers_of(decoder).values())
-    stand_ins = {id(module): Mixer(module, progress) for module in found}
+    stand_ins = {id(module): Mixer(module) for module in found}
     by_layer: dict[nn.Module, set[int]] = {}
     for path, module in decoder.named_modules(remove_duplicate=False):  # layers may share a mixer
         if id(module) in stand_ins:
@@ -144,7 +142,7 @@ def install_mixers(decoder: nn.Module, progress: Progress) -> list[nn.Module]:
     for module in found:
         module.forward = stand_ins[id(module)].forward
     for layer, inside in by_layer.items():
-        hooks = LayerHooks(_around(layer, inside), progress)
+        hooks = LayerHooks(_around(layer, inside))
         layer.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
         layer.register_forward_hook(hooks.leave, always_call=True)
     return found

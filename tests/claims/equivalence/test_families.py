@@ -29,8 +29,7 @@ from radixtrain import (
     verify_equivalence,
 )
 from radixtrain.errors import UserError, first_line
-from radixtrain.hf.backbone import is_text, parts_of
-from radixtrain.hf.modules import mixers_of
+from radixtrain.hf.backbone import is_text, mixers_of, parts_of
 from radixtrain.tree.radix_inputs import layout_of
 from radixtrain.tree.runs import tree_runs
 from radixtrain.verification.oracle import float64_throughout, gradients_of

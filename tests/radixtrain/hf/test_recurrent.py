@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report, verify_equivalence
 from radixtrain.errors import UserError
-from radixtrain.hf.modules import mixers_of
+from radixtrain.hf.backbone import mixers_of
 from radixtrain.hf.recurrent import (
     ForkedStates,
     arguments_by_name,
