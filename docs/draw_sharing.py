@@ -164,8 +164,10 @@ def class_of(row: int, plan: PrefixPlan) -> str:
     """`answer` for the last row of a sequence, for every other one the level of its segment."""
     if any(rows_of(sequence, plan)[-1] == row for sequence in range(plan.num_sequences)):
         return "answer"
-    segment = plan.segment_starts.searchsorted(row, side="right") - 1
-    return f"level{plan.segment_levels[segment]}"
+    segment, level = int(plan.segment_starts.searchsorted(row, side="right")) - 1, 0
+    while (segment := int(plan.segment_parents[segment])) >= 0:
+        level += 1
+    return f"level{level}"
 
 
 def middle_of(number: int) -> float:
