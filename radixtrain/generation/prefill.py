@@ -23,13 +23,11 @@ from radixtrain.collators.batching import cut_by_unique_tokens
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.generation.cache import Match, Node, RadixCache, readers_of
 from radixtrain.hf.attention_interface import Call, Extent, Heads
-from radixtrain.hf.backbone import Parts
+from radixtrain.hf.backbone import Parts, num_attention_layers
 from radixtrain.hf.guards.batch import check_length
 from radixtrain.hf.guards.draws import evaluating
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.guards.rules import WITHOUT, check_supported
-from radixtrain.hf.modules import num_attention_layers
-from radixtrain.hf.progress import Progress
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.stored import Readers, Shared
 from radixtrain.tree.arrays import IntArray, back_to_back, concatenate_ranges, lengths_of
@@ -60,7 +58,6 @@ def generating(model: nn.Module, parts: Parts, longest: int) -> Iterator[None]:
                 parts.base,
                 parts.backbone,
                 parts.head,
-                progress=Progress(),
                 shape=(3, longest),
                 outer=[parts.base, parts.backbone],
             )

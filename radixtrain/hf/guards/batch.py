@@ -23,8 +23,8 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.collators.misuse_guard import callers, is_instance_by_name
-from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.attention_interface import OPTIONS, take_over
+from radixtrain.errors import UserError
+from radixtrain.hf.attention_interface import OPTIONS
 from radixtrain.hf.backbone import CACHE, Parts, pretrained_model_of
 from radixtrain.hf.guards.draws import number_that_draws, why_refused
 from radixtrain.hf.guards.rules import (
@@ -83,9 +83,6 @@ def check_batch(
             "torch.nn.DataParallel cannot spread a radix batch over several GPUs; Trainer uses it if one process sees "
             "several: start one process per GPU (torchrun), or show the process one: CUDA_VISIBLE_DEVICES=0"
         )
-    name = type(decoder).__name__
-    if reason := take_over(decoder):
-        raise UserError(f"{name}: {reason}, and tree attention would compute something else; {TRAIN_WITHOUT_SHARING}")
     _check_inputs(decoder, given, num_rows)
     _check_reach(decoder, layout.max_seqlen, layout.max_position)
     if head is not None and number_that_draws(head, allowed)[0]:
