@@ -54,7 +54,7 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, cache: RadixCach
     cache: a `RadixCache` that later calls continue: a conversation, an agent. It keeps prompts as long as its budget
         has room, and is emptied if the weights have changed. By default nothing is kept.
     kwargs: of `model.generate`: `max_new_tokens`, `do_sample`, `num_return_sequences`, `num_beams`, `logits_processor`,
-        `stopping_criteria`, `streamer`, `generation_config`, `tokenizer` and so on.
+        `stopping_criteria`, `streamer`, `generation_config`, `tokenizer` and so on. `prefill_chunk_size` has no effect.
 
     Tokens that prompts have in common, from the first on, are computed once, stored once, and attended to in one
     product for all that read them. Greedy answers are those of `model.generate`; draws are drawn as it draws them.
