@@ -78,22 +78,18 @@ def contents(table):
     return table.calls, table.rows.tolist(), table.places.tolist(), table.parents.tolist()
 
 
-class TestTheDrawing:
-    def test_forks_at_every_branch(self):
-        assert contents(runs_of_segments(*DRAWN, min_saved=2, rates=CALLS_ONLY)) == (
-            (RunCall(1, 3, 1, ()), RunCall(1, 2, 1, ((0, 1),)), RunCall(3, 3, 0, ((0, 1), (1, 2)))),
-            [0, 1, 2, 3, 4, 10, 11, 11, 5, 6, 6, 7, 8, 9],  # A, B, then E, C, D of which the first two are padded
-            [0, 1, 2, 3, 4, 8, 9, 11, 12, 13, 5, 6],
-            [0, 0, 0, 0],
-        )
-
-    def test_cost_and_dtypes(self):
-        table = runs_of_segments(*DRAWN, min_saved=2, rates=CALLS_ONLY)
-        assert table.num_forks == 2
-        assert cost_of(table, RunCost(call=100.0, row=1.0, state=0.01)) == pytest.approx(3 * 100 + 14 + 0.06)
-        assert {array.dtype for array in (table.rows, table.places, table.parents)} == {torch.int64}
-        assert {type(value) for call in table.calls for value in call[:3]} == {int}
-        assert {type(value) for call in table.calls for pair in call.sources for value in pair} == {int}
+def test_the_drawing_with_forks_at_every_branch():
+    table = runs_of_segments(*DRAWN, min_saved=2, rates=CALLS_ONLY)
+    assert contents(table) == (
+        (RunCall(1, 3, 1, ()), RunCall(1, 2, 1, ((0, 1),)), RunCall(3, 3, 0, ((0, 1), (1, 2)))),
+        [0, 1, 2, 3, 4, 10, 11, 11, 5, 6, 6, 7, 8, 9],  # A, B, then E, C, D of which the first two are padded
+        [0, 1, 2, 3, 4, 8, 9, 11, 12, 13, 5, 6],
+        [0, 0, 0, 0],
+    )
+    assert cost_of(table, RunCost(call=100.0, row=1.0, state=0.01)) == pytest.approx(3 * 100 + 14 + 0.06)
+    assert {array.dtype for array in (table.rows, table.places, table.parents)} == {torch.int64}
+    host_ints = [x for call in table.calls for x in (*call[:3], *(y for pair in call.sources for y in pair))]
+    assert {*map(type, host_ints)} == {int}
 
 
 @pytest.mark.parametrize(
@@ -221,15 +217,3 @@ def test_leaves_are_put_into_the_calls_that_cost_least(lengths, rates):
     ways = [[0, *cut, count] for cut in cuts]
     costs = [sum(rates.call + (end - start) * ordered[end - 1] for start, end in pairwise(way)) for way in ways]
     assert cost_of(table, rates) == min(costs)
-
-
-def runs_of(sequences, rates=FREE_FORKS):
-    plan = plan_of(sequences)
-    return cheapest_runs(plan.segment_starts, plan.segment_parents, rates)
-
-
-def test_runs_in_full():
-    """[0, 1) 3, then [1, 3) 7 8 -> 5 5 | 9 1."""
-    calls = RunCall(1, 2, 1, ()), RunCall(1, 1, 0, ()), RunCall(2, 2, 0, ((0, 2),))
-    expected = calls, [1, 2, 0, 3, 4, 5, 6], [2, 0, 1, 3, 4, 5, 6], [0, 0]
-    assert contents(runs_of([[7, 8, 9, 1], [3], [7, 8, 5, 5]])) == expected
