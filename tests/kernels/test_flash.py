@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 from tests.kernels.cuda_stand_ins import HALF, Flash
+from tests.kernels.ragged_calls import ragged
 from tests.support import FULL
 from tests.support.batches import (
     NAMES,
@@ -194,8 +195,7 @@ def test_one_call(
     Queries that pad a call of cuDNN's add nothing to any key, and are cut off.
     """
     sides = [x if isinstance(x, tuple) else (x,) for x in lengths]
-    bounds = (torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in sides)
-    call = Ragged(*bounds, *map(max, sides), causal), Scoring(0.4)
+    call = ragged(*sides, causal), Scoring(0.4)
     q, k, v, dout = random_tensors((sum(sides[0]), sum(sides[1])))
     other = dout.flip(0).transpose(0, 1).contiguous().transpose(0, 1)
     found, expected = [], []
@@ -227,17 +227,16 @@ def test_efficient_in_several_calls(monkeypatch: pytest.MonkeyPatch, rules: Flas
 def test_shapes_by_the_operators_of_this_torch(name: str, lengths: list[list[int]], causal: bool) -> None:
     """On meta tensors. The meta function of the memory-efficient backward does not take what its schema says."""
     num_queries, num_keys = (sum(side) for side in lengths)
-    bounds = (torch.empty(len(side) + 1, dtype=torch.int32, device="meta") for side in lengths)
-    ragged, scoring = Ragged(*bounds, *(max(side) for side in lengths), causal), Scoring(0.4)
+    call = ragged(*lengths, causal, "meta"), Scoring(0.4)
     q, k, v = (
         torch.empty(heads, rows, 16, dtype=torch.bfloat16, device="meta").transpose(0, 1)
         for heads, rows in ((4, num_queries), (2, num_keys), (2, num_keys))
     )
-    out, lse = INSIDE_TORCH[name]().forward(q, k, v, ragged, scoring)
+    out, lse = INSIDE_TORCH[name]().forward(q, k, v, *call)
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
     assert (lse.shape, lse.dtype) == ((4, num_queries), torch.float32)
     if name != "efficient":
-        grads = INSIDE_TORCH[name]().backward(q, q, k, v, out, lse, ragged, scoring)
+        grads = INSIDE_TORCH[name]().backward(q, q, k, v, out, lse, *call)
         assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 

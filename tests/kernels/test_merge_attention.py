@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,8 @@ from radixtrain.kernels.merge_attention import (
     merge_piece,
     routed_attention,
 )
-from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
+from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
+from tests.kernels.ragged_calls import ragged
 from tests.support import FULL
 from tests.support.batches import assert_exact, one_softmax, random_tensors, with_gradients
 
@@ -30,12 +31,6 @@ SCORING = Scoring(SCALE)
 EVERYTHING = slice(None)
 
 kernels = pytest.mark.parametrize("kernel", [EagerKernel(), TorchCPUKernel()], ids=["eager", "torch"])
-
-
-def ragged(lengths_q: list[int], lengths_k: list[int], causal: bool = False) -> Ragged:
-    cu_q, cu_k = ([0, *accumulate(lengths)] for lengths in (lengths_q, lengths_k))
-    as_tensors = (torch.tensor(cu, dtype=torch.int32) for cu in (cu_q, cu_k))
-    return Ragged(*as_tensors, max(lengths_q, default=0), max(lengths_k, default=0), causal)
 
 
 # Ten rows: 0-2 are the trunk; 3-4 and 5-7 its branches; 8-9 hang below 3-4, and two pieces meet there.
