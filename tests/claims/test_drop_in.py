@@ -70,15 +70,11 @@ def micro_batches(rows: Any, collator: Collator) -> DataLoader:
 def stock_collator() -> Collator:
     from transformers import DataCollatorForSeq2Seq
 
-    return DataCollatorForSeq2Seq(word_tokenizer())
+    return DataCollatorForSeq2Seq(number_tokenizer())
 
 
-def word_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({str(n): n for n in range(50)}, unk_token="2"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
+def number_tokenizer() -> Any:
+    return trainers.word_tokenizer(map(str, range(50)), "0", "1", "2")
 
 
 # The trainers. Each trains for STEPS optimizer steps and returns what it saw of them.
@@ -129,7 +125,7 @@ def trl(
         args=arguments,
         train_dataset=Dataset.from_list(rows),
         data_collator=None if isinstance(collator, DataCollatorForSeq2Seq) else collator,
-        processing_class=word_tokenizer(),
+        processing_class=number_tokenizer(),
         peft_config=lora_config() if lora else None,
     )
     return logged(trainer)

@@ -415,14 +415,20 @@ def policy_of(folder: Path, make: Callable[[int], Any] = tiny_qwen3, ends: list[
     return policy
 
 
-def tokenizer() -> Any:
-    """Its words are numbers of two digits; 00 pads, 01 ends."""
+def word_tokenizer(words: Iterable[str], pad: str, eos: str, unknown: str, **options: Any) -> Any:
+    """Each word between blanks is a token, whose id is its place among `words`. options: further ones of tokenizers."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"{n:02}": n for n in range(VOCAB_SIZE)}, unk_token="02"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="00", eos_token="01", unk_token="02")
+    known = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token=unknown))
+    known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    own = {"pad_token": pad, "eos_token": eos, "unk_token": unknown}
+    return PreTrainedTokenizerFast(tokenizer_object=known, **own, **options)
+
+
+def tokenizer() -> Any:
+    """Its words are numbers of two digits; 00 pads, 01 ends."""
+    return word_tokenizer([f"{n:02}" for n in range(VOCAB_SIZE)], "00", "01", "02")
 
 
 def prompts(common: list[int] = COMMON, own: int = 0) -> Any:
