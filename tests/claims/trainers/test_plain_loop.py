@@ -5,6 +5,7 @@ logits.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -21,18 +22,41 @@ from tests.support.trainers import (
     IGNORED,
     LOOP_PROMPT,
     Batch,
-    Loop,
-    Metrics,
     compare,
-    padded,
     padded_batches,
-    without_labels,
+    padded_with_labels,
 )
 
 
-def own_loss(model: Any, batch: Batch) -> Metrics:
-    """The loss that a Hugging Face model computes from labels, in a call that says nothing about a cache."""
-    return {"loss": model(**batch).loss}
+@dataclass
+class History:
+    """What a loop has logged, where a `Trainer` has it."""
+
+    log_history: list[dict[str, float]] = field(default_factory=list)
+
+
+class Loop:
+    """What the harness takes for a trainer: one optimizer step a batch, with clipping. The model computes the loss."""
+
+    def __init__(self, model: nn.Module, batches: list[Batch]):
+        self.model, self.batches = model.train(), batches
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.state = History()
+        self.callbacks: list[Any] = []
+
+    def add_callback(self, callback: Any) -> None:
+        self.callbacks.append(callback)
+
+    def train(self) -> None:
+        for batch in self.batches:
+            loss = self.model(**batch).loss
+            loss.backward()
+            grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            for callback in self.callbacks:
+                callback.on_pre_optimizer_step(None, None, None, model=self.model)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.state.log_history.append({"loss": loss.item(), "grad_norm": grad_norm.item()})
 
 
 PADDINGS = [(side, pad) for side in ("right", "left", "both") for pad in (0, EOS)]
@@ -45,7 +69,7 @@ def test_default_call(tiny_qwen3, table, side, pad):
     def build(share: Callable[[Any], Any]) -> Loop:
         model = share(tiny_qwen3())
         assert model.config.use_cache
-        return Loop(model, padded_batches(side, pad), own_loss)
+        return Loop(model, padded_batches(side, pad))
 
     found = compare(build)
     assert found.r > 2
@@ -61,9 +85,9 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def test_a_label_on_the_first_padding_reads_the_last_token(tiny_qwen3):
     """Its prediction comes from the token before it, which is computed; nothing else of the padding is read."""
     rows = [[*LOOP_PROMPT, 20, 21, 22], [*LOOP_PROMPT, 30, 31], [*LOOP_PROMPT, 40, 41, 42]]
-    batch = padded(rows, [[*row, 7][:15] for row in rows], "right", pad=7)
+    batch = padded_with_labels(rows, [[*row, 7][:15] for row in rows], "right", pad=7)
     assert (batch["labels"][batch["attention_mask"] == 0] == 7).all()
-    compare(lambda share: Loop(share(tiny_qwen3()), [batch], own_loss))
+    compare(lambda share: Loop(share(tiny_qwen3()), [batch]))
 
 
 @pytest.fixture
@@ -82,7 +106,8 @@ def test_compile(fresh_dynamo):
         model = share(tiny_model("PhiForCausalLM", num_hidden_layers=1).double())
         compiled = torch.compile(model, backend="aot_eager")
         for batch in padded_batches(steps=2):
-            loss = next_token_loss(compiled(**without_labels(batch)).logits, batch["labels"])
+            labels = batch.pop("labels")
+            loss = next_token_loss(compiled(**batch).logits, labels)
             loss.backward()
             losses.append(loss.item())
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
