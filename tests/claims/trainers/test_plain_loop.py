@@ -5,7 +5,6 @@ logits.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.testing import relative_error
+from tests.claims.loops import Loop
 from tests.support import FULL, cases
 from tests.support.models import tiny_model
 from tests.support.trainers import (
@@ -21,43 +21,11 @@ from tests.support.trainers import (
     EOS,
     IGNORED,
     LOOP_PROMPT,
-    Batch,
+    STEPS,
     compare,
     padded_batches,
     padded_with_labels,
 )
-
-
-@dataclass
-class History:
-    """What a loop has logged, where a `Trainer` has it."""
-
-    log_history: list[dict[str, float]] = field(default_factory=list)
-
-
-class Loop:
-    """What the harness takes for a trainer: one optimizer step a batch, with clipping. The model computes the loss."""
-
-    def __init__(self, model: nn.Module, batches: list[Batch]):
-        self.model, self.batches = model.train(), batches
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.state = History()
-        self.callbacks: list[Any] = []
-
-    def add_callback(self, callback: Any) -> None:
-        self.callbacks.append(callback)
-
-    def train(self) -> None:
-        for batch in self.batches:
-            loss = self.model(**batch).loss
-            loss.backward()
-            grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            for callback in self.callbacks:
-                callback.on_pre_optimizer_step(None, None, None, model=self.model)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.state.log_history.append({"loss": loss.item(), "grad_norm": grad_norm.item()})
-
 
 PADDINGS = [(side, pad) for side in ("right", "left", "both") for pad in (0, EOS)]
 
@@ -69,7 +37,7 @@ def test_default_call(tiny_qwen3, table, side, pad):
     def build(share: Callable[[Any], Any]) -> Loop:
         model = share(tiny_qwen3())
         assert model.config.use_cache
-        return Loop(model, padded_batches(side, pad))
+        return Loop(model, padded_batches(side, pad), STEPS)
 
     found = compare(build)
     assert found.r > 2
@@ -87,7 +55,7 @@ def test_a_label_on_the_first_padding_reads_the_last_token(tiny_qwen3):
     rows = [[*LOOP_PROMPT, 20, 21, 22], [*LOOP_PROMPT, 30, 31], [*LOOP_PROMPT, 40, 41, 42]]
     batch = padded_with_labels(rows, [[*row, 7][:15] for row in rows], "right", pad=7)
     assert (batch["labels"][batch["attention_mask"] == 0] == 7).all()
-    compare(lambda share: Loop(share(tiny_qwen3()), [batch]))
+    compare(lambda share: Loop(share(tiny_qwen3()), [batch], 1))
 
 
 @pytest.fixture
