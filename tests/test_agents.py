@@ -26,16 +26,15 @@ from transformers import (
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.hf.sharing_report import _warn, warn_of_rounding
+from tests.pages import blocks_in, read
 from tests.support import cases
 from tests.support.trainers import settings
 
-PAGE = (Path(__file__).resolve().parents[1] / "AGENTS.md").read_text(encoding="utf-8")
-SHARE, REPORT, VERIFY = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-[COLLATE] = re.findall(r"^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+PAGE = read("AGENTS.md")
+SHARE, REPORT, VERIFY = blocks_in(PAGE)
+[COLLATE] = blocks_in(PAGE, "diff")
 TRL = metadata("trl")
-QUICK_STARTS = re.findall(
-    r"^```python\n(.*?)^```", str(TRL.get_payload() or TRL["Description"]), re.MULTILINE | re.DOTALL
-)
+QUICK_STARTS = blocks_in(str(TRL.get_payload() or TRL["Description"]))
 ERRORS, REPORTED = (
     re.findall(r"^\| `([^`]+)` \|", part, re.M) for part in PAGE.partition("## 5.")[2].split("These are no")
 )
