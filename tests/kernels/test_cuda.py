@@ -103,7 +103,7 @@ def in_both_directions(kernel, call, scoring, heads, head_dim, dtype):
 
 def assert_like_the_specification(kernel, lengths, causal, heads, head_dim):
     """In bfloat16. Returns dk and dv too."""
-    call = ragged(*lengths, causal, "cuda"), Scoring(head_dim**-0.5), heads, head_dim, torch.bfloat16
+    call = ragged(*lengths, causal, CUDA), Scoring(head_dim**-0.5), heads, head_dim, torch.bfloat16
     found = [in_both_directions(each, *call) for each in (kernel, EagerKernel())]
     for mine, theirs in zip(*found, strict=True):
         assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
@@ -131,7 +131,7 @@ def test_efficient_in_float32(monkeypatch, head_dim, window):
     calls = [(lengths, True) for lengths in (RAGGED, ONE_SEQUENCE)] + [(DENSE, False)] * (window is None)
     for (lengths, causal), workspace in product(calls, (2**30, 1)):
         monkeypatch.setattr(efficient, "WORKSPACE", workspace)
-        call = ragged(*lengths, causal, "cuda"), Scoring(head_dim**-0.5, window=window), (4, 2), head_dim
+        call = ragged(*lengths, causal, CUDA), Scoring(head_dim**-0.5, window=window), (4, 2), head_dim
         truth = in_both_directions(EagerKernel(), *call, torch.float64)
         ordinary = in_both_directions(EagerKernel(), *call, torch.float32)
         actual = in_both_directions(varlen_kernel("efficient", CUDA), *call, torch.float32)
