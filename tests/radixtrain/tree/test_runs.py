@@ -102,7 +102,12 @@ def test_the_drawing_with_forks_at_every_branch():
         pytest.param([[7], [8], [9]], (RunCall(3, 1, 0, ()),), [0, 1, 2], id="single tokens"),
         pytest.param([[7, 8, 9]] * 2, (RunCall(1, 3, 0, ()),), [0, 1, 2], id="identical"),
         pytest.param([[7, 8], [7, 8, 9]], (RunCall(1, 3, 0, ()),), [0, 1, 2], id="a prefix"),
-        pytest.param([[7, 8], [7, 9]], (RunCall(2, 2, 0, ()),), [0, 1, 0, 2], id="a first token is too short to fork"),
+        pytest.param(
+            [[7, 1], [7, 2], [7, 3]],
+            (RunCall(3, 2, 0, ()),),
+            [0, 1, 0, 2, 0, 3],
+            id="a first token is too short to fork, however many follow",
+        ),
         pytest.param(
             [[7, 8, 9, 1], [7, 8, 9, 2]],
             (RunCall(1, 3, 1, ()), RunCall(2, 2, 0, ((0, 2),))),
