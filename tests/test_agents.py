@@ -198,7 +198,10 @@ def test_a_report_or_a_warning_says_why_nothing_is_shared_or_learned(
     tiny_qwen3: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = share_prefixes(tiny_qwen3())
-    said = str(sharing_report(SimpleNamespace(model=model, ref_model=tiny_qwen3())))
+    trainer = SimpleNamespace(model=model, ref_model=tiny_qwen3())
+    said = str(sharing_report(trainer))
+    share_prefixes(trainer.ref_model)
+    assert not sharing_report(trainer).unshared_models
     model(torch.tensor([[1, 2, 3]]), use_cache=False)
     model(torch.tensor([[1, 2, 3], [1, 2, 4]]), use_cache=True)
     said += str(sharing_report(model))
