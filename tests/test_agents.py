@@ -26,16 +26,15 @@ from transformers import (
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.hf.sharing_report import _warn, warn_of_rounding
+from tests.pages import blocks_in, read
 from tests.support import cases
 from tests.support.trainers import settings
 
-PAGE = (Path(__file__).resolve().parents[1] / "AGENTS.md").read_text(encoding="utf-8")
-SHARE, REPORT, VERIFY = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-[COLLATE] = re.findall(r"^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+PAGE = read("AGENTS.md")
+SHARE, REPORT, VERIFY = blocks_in(PAGE)
+[COLLATE] = blocks_in(PAGE, "diff")
 TRL = metadata("trl")
-QUICK_STARTS = re.findall(
-    r"^```python\n(.*?)^```", str(TRL.get_payload() or TRL["Description"]), re.MULTILINE | re.DOTALL
-)
+QUICK_STARTS = blocks_in(str(TRL.get_payload() or TRL["Description"]))
 ERRORS, REPORTED = (
     re.findall(r"^\| `([^`]+)` \|", part, re.M) for part in PAGE.partition("## 5.")[2].split("These are no")
 )
@@ -199,7 +198,10 @@ def test_a_report_or_a_warning_says_why_nothing_is_shared_or_learned(
     tiny_qwen3: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = share_prefixes(tiny_qwen3())
-    said = str(sharing_report(SimpleNamespace(model=model, ref_model=tiny_qwen3())))
+    trainer = SimpleNamespace(model=model, ref_model=tiny_qwen3())
+    said = str(sharing_report(trainer))
+    share_prefixes(trainer.ref_model)
+    assert not sharing_report(trainer).unshared_models
     model(torch.tensor([[1, 2, 3]]), use_cache=False)
     model(torch.tensor([[1, 2, 3], [1, 2, 4]]), use_cache=True)
     said += str(sharing_report(model))

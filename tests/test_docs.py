@@ -36,15 +36,11 @@ from radixtrain.errors import UserError
 from radixtrain.settings.commands import Doctor, Export, RunSettings, Verify
 from radixtrain.settings.fields import Key, parts_of
 from radixtrain.training.answers.evaluate_generation import load_metric
+from tests.pages import ROOT, blocks_in, read
 from tests.support import FULL
 from tests.support.batches import byte_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))
-
-
-def read(page: str) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
 
 
 # docs/data-formats.md: every row is encoded, and every error is raised
@@ -225,7 +221,7 @@ def test_a_log_is_converted_whole_or_refused(
 def test_the_program_of_a_task_trains(page: str, shop: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With each turn of a run as a row, or on rows of its own."""
     pytest.importorskip("trl", reason="the program is for TRL's trainer: pip install trl")
-    [code] = re.findall(r"^```python\n(.*?)^```", read(page), re.M | re.S)
+    [code] = blocks_in(read(page))
     monkeypatch.chdir(tmp_path)
     run = [{"role": role, "content": f"Shelf {number}."} for number in range(3) for role in ("user", "assistant")]
     Path("runs.jsonl").write_text(f"{json.dumps({'messages': run})}\n" * 4, encoding="utf-8")
@@ -452,7 +448,7 @@ def test_a_public_name_says_its_arguments_errors_and_an_example(name: str, site:
     }
     assert arguments and not arguments - described
     assert ("Raises " in section) == (name not in WITHOUT_ERRORS)
-    first, *examples = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
+    first, *examples = blocks_in(section)
     assert name in first and any(name in example for example in examples)
 
 
@@ -463,7 +459,7 @@ def test_the_example_of_a_public_name_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: tiny_qwen3())
     names = {public: getattr(radixtrain, public) for public in radixtrain.__all__}
-    [before] = re.findall(r"^```python\n(.*?)^```", read("docs/reference.md"), re.M | re.S)
+    [before] = blocks_in(read("docs/reference.md"))
     exec(before, names)
     [example] = doctest.DocTestFinder(recurse=False).find(names[name], name, globs=names)
     result = doctest.DocTestRunner().run(example)

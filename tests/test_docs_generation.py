@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.generation.generate import REFUSED
 from radixtrain.hf.backbone import CACHE
+from tests.pages import blocks_in, read
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "generation.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+PAGE = read("docs/generation.md")
+BLOCKS = blocks_in(PAGE)
 
 
 @pytest.fixture

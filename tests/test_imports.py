@@ -10,8 +10,7 @@ import pytest
 
 from radixtrain.commands import COMMANDS
 from radixtrain.versions import FIT
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.pages import ROOT
 
 
 @cache

@@ -16,8 +16,8 @@ import pytest
 
 import radixtrain
 from radixtrain.versions import FIT, OLDEST, OLDEST_OPTIONAL, TESTED
+from tests.pages import ROOT, read
 
-ROOT = Path(__file__).resolve().parents[1]
 LINKED = ["kernels", "collators"]
 
 
@@ -46,18 +46,18 @@ def test_tables_of_packages_name_files_that_exist() -> None:
 
 
 def test_version_is_written_once() -> None:
-    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    declared = re.search(r'^version = "(.+)"$', read("pyproject.toml"), re.MULTILINE)
     assert declared and declared[1] == radixtrain.__version__
 
 
 def requirements(*extras: str) -> list[str]:
     """What radixtrain needs, or an extra of it: `numpy>=2`, `pydantic>=2.7`."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads(read("pyproject.toml"))["project"]
     return [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
 
 
 def test_constraints_pin_what_the_project_names() -> None:
-    pins = re.findall(r"^([\w.-]+)==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pins = re.findall(r"^([\w.-]+)==\S+$", read("constraints.txt"), re.MULTILINE)
     names = {re.match(r"[\w-]+", each)[0] for each in requirements("fit", "dev")} - {"radixtrain"}
     assert "torch" in names and "pytest" in names
     assert names <= set(pins)
@@ -65,7 +65,7 @@ def test_constraints_pin_what_the_project_names() -> None:
 
 def test_the_tested_versions_are_those_of_the_constraints() -> None:
     """After which a refusal, and `doctor`, say that a newer one is installed."""
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", read("constraints.txt"), re.MULTILINE))
     assert {name: pins[name] for name in TESTED} == TESTED
 
 

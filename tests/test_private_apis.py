@@ -19,9 +19,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel, PretrainedConfig, PreTrainedModel
 
 from radixtrain.versions import installed
-
-ROOT = Path(__file__).resolve().parents[1]
-
+from tests.pages import ROOT
 
 # Module -> the distribution that brings it, of those that may be missing. Two own `flash_attn`.
 OPTIONAL = {

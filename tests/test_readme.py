@@ -16,9 +16,9 @@ import yaml
 from radixtrain.__main__ import main
 from radixtrain.commands import COMMANDS
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.pages import ROOT, blocks_in, read
 from tests.support import FULL
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     "AGENTS.md",
     "README.md",
@@ -34,10 +34,6 @@ PAGES = [
 FOLDERS = ["radixtrain", "kernels", "collators", "configs", "docs", "tests", "recipes", r"\.ci"]
 FOLDER_PATH = re.compile(rf"(?<![\w/.@~-])(?:{'|'.join(FOLDERS)})/[\w./-]*")
 TOP_FILE = re.compile(r"(?<![\w/.-])(?:[A-Z]{3,}(?:\.md)?|Makefile|pyproject\.toml|constraints\.txt)(?![\w/.-])")
-
-
-def read(page: str) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
 
 
 def code_of(text: str) -> list[str]:
@@ -111,10 +107,6 @@ def test_pages_name_commands() -> None:
     assert all(commands_of(read(page)) <= set(COMMANDS) for page in PAGES)
 
 
-def blocks_of(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", read(page), re.MULTILINE | re.DOTALL)
-
-
 @pytest.mark.parametrize("page", ["README.md", "AGENTS.md"])
 def test_the_requirements_are_those_of_pip(page: str) -> None:
     project = tomllib.loads(read("pyproject.toml"))["project"]
@@ -155,7 +147,7 @@ class TestPicture:
 
 class TestSnippets:
     def test_the_program_trains_as_without_its_line(self, shop: Path, tmp_path: Path) -> None:
-        _, program = blocks_of("README.md", "python")
+        _, program = blocks_in(read("README.md"))
         places = {"Qwen/Qwen3-0.6B": f"{shop}/model", "runs/mood": f"{tmp_path}", "float32": "float64"}
         for printed, place in places.items():
             program = program.replace(printed, place)

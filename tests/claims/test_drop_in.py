@@ -1,8 +1,8 @@
-"""The drop-in: other people's trainers, each with its own padded batches and with ours. Loss and grad_norm per step.
+"""The drop-in: other people's trainers, each with its own padded batches and with ours. Every step is the same.
 
 The baseline has the trainer's stock collator and a model that was never prepared; the other run has `RadixCollator` and
 `share_prefixes`, and nothing else differs. How a trainer averages over accumulated micro-batches is its own affair, and
-the same in both. Numbers are compared unrounded: a Trainer prints four digits, its `log_history` keeps them all.
+the same in both. Loss, gradient norm and gradient of each step are compared, unrounded.
 
 All runs compute in float64. What trainers do with a batch besides, cut it or spread it over devices, is refused with
 the fix.
@@ -14,32 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
-from radixtrain.verification.oracle import float64_arithmetic
+from tests.claims.loops import AccelerateLoop, LightningLoop, Loop
 from tests.support import FULL, cases, trainers
 from tests.support.trainers import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that Transformers will drop
 
-BAR = trainers.BAR
-MISTAKE = 1e-3  # what a mistake changes is far more
-LEARNING_RATE = 1e-4
 STEPS = 6
-ROWS_PER_BATCH = 4
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
-Batch = dict[str, Any]
 Row = dict[str, list[int]]
-Collator = Callable[[list[Row]], Batch]
-History = npt.NDArray[np.float64]  # (steps, 2): loss, grad_norm
+Collator = Callable[[list[Row]], dict[str, Any]]
 
 
 # The data: five micro-batches of four rows, so that accumulation over 3 meets the end of an epoch.
@@ -53,35 +45,23 @@ def family(longest: int, rng: np.random.Generator) -> list[Row]:
     return [*rows, {"input_ids": PROMPT[:7] + text, "labels": PROMPT[:7] + text}]
 
 
-def make_rows() -> list[Row]:
+@pytest.fixture
+def rows() -> list[Row]:
     rng = np.random.default_rng(0)
     return [row for longest in (9, 3, 17, 5, 12) for row in family(longest, rng)]
 
 
-@pytest.fixture
-def rows() -> list[Row]:
-    return make_rows()
-
-
-def micro_batches(rows: Any, collator: Collator) -> DataLoader:
-    return DataLoader(rows, batch_size=ROWS_PER_BATCH, collate_fn=collator)  # type: ignore[arg-type]
+def number_tokenizer() -> Any:
+    return trainers.word_tokenizer(map(str, range(50)), "0", "1", "2")
 
 
 def stock_collator() -> Collator:
     from transformers import DataCollatorForSeq2Seq
 
-    return DataCollatorForSeq2Seq(word_tokenizer())
+    return DataCollatorForSeq2Seq(number_tokenizer())
 
 
-def word_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({str(n): n for n in range(50)}, unk_token="2"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
-
-
-# The trainers. Each trains for STEPS optimizer steps and returns what it saw of them.
+# The trainers, each of which trains for STEPS optimizer steps. collator: None for the stock one.
 
 
 def settings(folder: Path, accumulation: int, **others: Any) -> dict[str, Any]:
@@ -90,146 +70,45 @@ def settings(folder: Path, accumulation: int, **others: Any) -> dict[str, Any]:
     return trainers.settings(folder, **{**own, **others})
 
 
-def logged(trainer: Any) -> History:
-    trainer.train()
-    return np.array([(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry])
-
-
 def hugging_face(
     model: nn.Module,
-    collator: Collator,
+    collator: Collator | None,
     rows: Any,
     folder: Path,
     accumulation: int = 1,
     accepts_count: bool | None = None,
     **others: Any,
-) -> History:
+) -> Any:
     """accepts_count: whether the trainer gives the model `num_items_in_batch`, if it should not find out itself."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(**settings(folder, accumulation, **others))
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator)
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator or stock_collator())
     if accepts_count is not None:
         trainer.model_accepts_loss_kwargs = accepts_count
-    return logged(trainer)
+    return trainer
 
 
 def trl(
-    model: nn.Module, collator: Collator, rows: list[Row], folder: Path, accumulation: int = 1, lora: bool = False
-) -> History:
+    model: nn.Module,
+    collator: Collator | None,
+    rows: list[Row],
+    folder: Path,
+    accumulation: int = 1,
+    lora: bool = False,
+) -> Any:
     """With gradient checkpointing, head and loss fused, as TRL has it, and its own collator for the baseline."""
     from datasets import Dataset
-    from transformers import DataCollatorForSeq2Seq
     from trl import SFTConfig, SFTTrainer
 
-    torch.manual_seed(0)  # of the adapters
-    arguments = SFTConfig(**settings(folder, accumulation, max_length=None, gradient_checkpointing=True))
-    trainer = SFTTrainer(
+    return SFTTrainer(
         model=model,
-        args=arguments,
+        args=SFTConfig(**settings(folder, accumulation, max_length=None, gradient_checkpointing=True)),
         train_dataset=Dataset.from_list(rows),
-        data_collator=None if isinstance(collator, DataCollatorForSeq2Seq) else collator,
-        processing_class=word_tokenizer(),
+        data_collator=collator,
+        processing_class=number_tokenizer(),
         peft_config=lora_config() if lora else None,
     )
-    return logged(trainer)
-
-
-class Record(list[tuple[float, float]]):
-    """Of a loop: the loss, summed over micro-batches, and the gradient norm of every optimizer step."""
-
-    loss = 0.0
-
-    def add(self, loss: Tensor) -> None:
-        self.loss += loss.item()
-
-    def close_step(self, grad_norm: Tensor) -> None:
-        self.append((self.loss, grad_norm.item()))
-        self.loss = 0.0
-
-
-def accelerate(
-    model: nn.Module, collator: Collator, rows: Any, folder: Path, accumulation: int = 1, **configuration: Any
-) -> History:
-    from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration
-
-    spread = DataLoaderConfiguration(**configuration)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, dataloader_config=spread)
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=LEARNING_RATE)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, micro_batches(rows, collator))
-    record = Record()
-    while len(record) < STEPS:
-        for batch in loader:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)  # divides by the number of accumulated batches
-                record.add(loss / accumulation)
-                if accelerator.sync_gradients:
-                    record.close_step(accelerator.clip_grad_norm_(model.parameters(), 1.0))
-                optimizer.step()
-                optimizer.zero_grad()
-    return np.array(record[:STEPS])
-
-
-def plain_loop(model: nn.Module, collator: Collator, rows: list[Row], folder: Path, accumulation: int = 1) -> History:
-    """The loss of a step is the mean over its labelled tokens, whatever micro-batch they are in."""
-    batches = list(micro_batches(rows, collator)) * STEPS
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=LEARNING_RATE)
-    record = Record()
-    for number in range(STEPS):
-        step = batches[number * accumulation :][:accumulation]
-        for batch in step:
-            loss = model(**batch, num_items_in_batch=sum(map(num_labels, step))).loss
-            loss.backward()
-            record.add(loss)
-        record.close_step(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    return np.array(record)
-
-
-def num_labels(batch: Batch) -> int:
-    return int((batch.get("shift_labels", batch["labels"][:, 1:]) != -100).sum())
-
-
-QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-
-
-def lightning(model: nn.Module, collator: Collator, rows: list[Row], folder: Path, accumulation: int = 1) -> History:
-    """A user's module under automatic optimization; it reads what goes backward, and the gradient."""
-    import lightning as L
-
-    record = Record()
-
-    class Module(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model.train()
-
-        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-            return self.model(**batch).loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
-
-        def backward(self, loss: Tensor) -> None:
-            record.add(loss)  # already divided by accumulate_grad_batches
-            super().backward(loss)
-
-        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-            record.close_step(nn.utils.get_total_norm([parameter.grad for parameter in self.parameters()]))
-
-    trainer = L.Trainer(
-        max_steps=STEPS,
-        accumulate_grad_batches=accumulation,
-        gradient_clip_val=1.0,
-        accelerator="cpu",
-        default_root_dir=folder,
-        **dict.fromkeys(QUIET, False),
-    )
-    trainer.fit(Module(), micro_batches(rows, collator))
-    return np.array(record)
 
 
 def lora_config() -> Any:
@@ -241,12 +120,20 @@ def lora_config() -> Any:
     )
 
 
-TRAINERS = {
+def loop(
+    kind: type[Loop], model: nn.Module, collator: Collator | None, rows: Any, folder: Path, **options: Any
+) -> Loop:
+    loader: Any = DataLoader(rows, batch_size=4, collate_fn=collator or stock_collator())
+    return kind(model, loader, STEPS, **options)
+
+
+accelerate = partial(loop, AccelerateLoop)
+TRAINERS: dict[str, Callable[..., Any]] = {
     "Trainer": hugging_face,
     "SFTTrainer": trl,
     "Accelerate": accelerate,
-    "loop": plain_loop,
-    "Lightning": lightning,
+    "loop": partial(loop, Loop),
+    "Lightning": partial(loop, LightningLoop),
 }
 WHOLE = {"dispatch_batches": False}
 SPLIT = {"split_batches": True}
@@ -263,46 +150,44 @@ CASES = {
 STREAMED = [partial(hugging_face, accelerator_config=WHOLE), partial(accelerate, **WHOLE)]
 
 
-# The comparison.
-
-
 @pytest.fixture
-def drop_in(tiny_qwen3, tmp_path) -> Callable[..., float]:
-    """`drop_in(train, rows, other)`: how far a run with our collator is from the padded one: relative, the worst over
-    the losses and gradient norms of all steps.
+def assert_drop_in(tiny_qwen3, tmp_path) -> Callable[..., None]:
+    """`assert_drop_in(make, rows, other)`: a run with our collator takes the steps of the padded one.
 
-    other: trains in the second run, instead of `train`.
+    other: makes the trainer of the second run, instead of `make`.
     """
 
-    def run(train: Any, rows: Any, other: Any = None) -> float:
-        with float64_arithmetic():
-            padded = train(tiny_qwen3().double(), stock_collator(), rows, tmp_path)
-            radix = (other or train)(share_prefixes(tiny_qwen3().double()), RadixCollator(), rows, tmp_path)
-        assert radix.shape == padded.shape == (STEPS, 2)
-        return float(np.abs(radix / padded - 1).max())
+    def check(make: Any, rows: Any, other: Any = None) -> None:
+        padded = trainers.run(lambda share: make(share(tiny_qwen3()), None, rows, tmp_path), lambda model: model)
+        ours = other or make
+        radix = trainers.run(lambda share: ours(share(tiny_qwen3()), RadixCollator(), rows, tmp_path), share_prefixes)
+        others = {name for entry in padded.entries for name in entry} - {"loss", "grad_norm"}  # counts of padded rows
+        worst = trainers.differences_of(padded, radix, skipped=others)
+        assert worst.keys() == {"loss", "grad_norm", "gradient"} and len(radix.gradients) == STEPS
 
-    return run
+    return check
 
 
 @pytest.mark.parametrize("case", cases(CASES, ["Trainer", "loop, accumulation"]))
-def test_same_loss_and_grad_norm(drop_in, rows, case):
-    assert drop_in(CASES[case], rows) <= BAR
+def test_same_steps(assert_drop_in, rows, case):
+    assert_drop_in(CASES[case], rows)
 
 
 @FULL
-@pytest.mark.parametrize("train", STREAMED, ids=["Trainer", "Accelerate"])
-def test_rows_without_a_length(drop_in, rows, train):
-    assert drop_in(train, Stream(rows)) <= BAR
+@pytest.mark.parametrize("make", STREAMED, ids=["Trainer", "Accelerate"])
+def test_rows_without_a_length(assert_drop_in, rows, make):
+    assert_drop_in(make, Stream(rows))
 
 
 # A mistake, which the comparison must see. Those of a collator are in `equivalence/test_mutations.py`.
 
 
 @FULL
-def test_wrong_normalisation_is_seen(drop_in, rows):
+def test_wrong_normalisation_is_seen(assert_drop_in, rows):
     """Hugging Face's Trainer if it does not know that the model takes `num_items_in_batch`: a mean of means."""
     wrong = partial(hugging_face, accumulation=3, accepts_count=False)
-    assert drop_in(partial(hugging_face, accumulation=3), rows, other=wrong) > MISTAKE
+    with pytest.raises(AssertionError, match="loss, entry 0"):
+        assert_drop_in(partial(hugging_face, accumulation=3), rows, other=wrong)
 
 
 # What is refused.
@@ -314,33 +199,23 @@ def test_model_that_is_not_prepared_is_refused(tiny_qwen3, rows, tmp_path, train
     """In a process that has prepared no model."""
     end_watch()
     with pytest.raises(UserError, match="Qwen3ForCausalLM got a batch of RadixCollator, but it is not shared: call"):
-        TRAINERS[trainer](tiny_qwen3(), RadixCollator(), rows, tmp_path)
+        TRAINERS[trainer](tiny_qwen3(), RadixCollator(), rows, tmp_path).train()
 
 
-@pytest.mark.parametrize(
-    ("data", "config"),
-    cases(
-        [
-            (Stream, {}),
-            (Stream, {"split_batches": True}),
-            (list, {"dispatch_batches": True}),
-            (list, {"dispatch_batches": True, "split_batches": True}),
-        ],
-        [(Stream, {})],
-    ),
-)
-def test_a_batch_that_a_trainer_cuts_is_refused_with_the_fix(tiny_qwen3, rows, tmp_path, data, config):
-    with pytest.raises(UserError, match=r'accelerator_config=\{"dispatch_batches": False\}'):
-        hugging_face(
-            share_prefixes(tiny_qwen3()), RadixCollator(), data(rows), tmp_path, max_steps=4, accelerator_config=config
-        )
+DISPATCHED = {"dispatch_batches": True}
+OF_TRAINER = r'accelerator_config=\{"dispatch_batches": False\}'
+CUT = [
+    *((hugging_face, Stream, {"accelerator_config": config}, OF_TRAINER) for config in ({}, SPLIT)),
+    *((hugging_face, list, {"accelerator_config": DISPATCHED | config}, OF_TRAINER) for config in ({}, SPLIT)),
+    *((accelerate, data, config, r"DataLoaderConfiguration\(dispatch_batches=False\)")
+      for data, config in ((Stream, {}), (list, DISPATCHED))),
+]  # fmt: skip
 
 
-@FULL
-@pytest.mark.parametrize(("data", "configuration"), [(Stream, {}), (list, {"dispatch_batches": True})])
-def test_a_batch_that_accelerate_cuts_is_refused_with_the_fix(tiny_qwen3, rows, tmp_path, data, configuration):
-    with pytest.raises(UserError, match=r"DataLoaderConfiguration\(dispatch_batches=False\)"):
-        accelerate(share_prefixes(tiny_qwen3()), RadixCollator(), data(rows), tmp_path, **configuration)
+@pytest.mark.parametrize(("make", "data", "options", "fix"), cases(CUT, CUT[:1]))
+def test_a_batch_that_a_trainer_cuts_is_refused_with_the_fix(tiny_qwen3, rows, tmp_path, make, data, options, fix):
+    with pytest.raises(UserError, match=fix):
+        make(share_prefixes(tiny_qwen3()), RadixCollator(), data(rows), tmp_path, **options).train()
 
 
 def test_data_parallel_is_refused(tiny_qwen3, rows):

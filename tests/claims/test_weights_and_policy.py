@@ -4,9 +4,7 @@ The ordinary arm is a padded loop of Hugging Face's own model, written from the 
 nothing of radixtrain's collators or losses.
 """
 
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import assert_equivalent, labelled_features
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import float64_throughout, gradients_of
+from tests.pages import blocks_in, read
 from tests.support import FULL, tries
 
 BAR = 1e-12  # of a gradient's norm; the worst of 150 generated steps was 2.4e-14
@@ -137,9 +136,8 @@ def branches() -> Features:
 
 def test_the_loop_of_the_page(model: Any) -> None:
     """Of docs/dpo-grpo.md: numbers of a token, found after collating."""
-    page = (Path(__file__).parents[2] / "docs" / "dpo-grpo.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
-    exec(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[-1], names)
+    exec(blocks_in(read("docs/dpo-grpo.md"))[-1], names)
     features = [{**each, "loss_weights": np.ones(len(each["labels"]))} for each in branches()]
 
     def by_the_page(model: Any, step: Step, features: Features, is_policy: bool) -> Iterator[Tensor]:

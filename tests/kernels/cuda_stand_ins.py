@@ -1,16 +1,17 @@
 """Stand-ins on a CPU for the CUDA kernels of attention: flash-attention in four packages, torch's others, cuDNN's.
 
-Each takes the arguments of the real function by its signature, checks what the real one checks before it starts (or
-takes for granted, and reads wrong memory), and computes eagerly. Operators are registered with torch for CPU tensors,
-so every call is checked against the schema of the installed torch.
+Each is an operator that takes the arguments of the real function by its signature, checks what the real one checks
+before it starts (or takes for granted, and reads wrong memory), and computes eagerly. Those of torch are registered
+for CPU tensors, so every call is checked against the schema of the installed torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,18 @@ from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 
 HALF = (torch.bfloat16, torch.float16)
+aten = torch.ops.aten
+# `_flash_attn_varlen_forward` and `_backward` of `flash_attn.flash_attn_interface`; the second fills dq, dk and dv.
+FORWARD_2 = """
+    fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k,
+    float dropout_p, float softmax_scale, bool causal, int window_size_left=-1, int window_size_right=-1,
+    float softcap=0.0, Tensor? alibi_slopes=None, bool return_softmax=False, Tensor? block_table=None,
+    Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False) -> (Tensor, Tensor, Tensor, Tensor)"""
+BACKWARD_2 = """
+    bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!) dq, Tensor(dk!) dk,
+    Tensor(dv!) dv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, float dropout_p,
+    float softmax_scale, bool causal, int window_size_left, int window_size_right, float softcap, Tensor? alibi_slopes,
+    bool deterministic, Tensor? rng_state=None, bool zero_tensors=False) -> ()"""
 # `flash_attn_3::fwd` and `::bwd` as older builds register them (hopper/flash_api.cpp in May 2025): every argument after
 # the tensors must be given. Newer ones have the same names and more defaults.
 FORWARD_3 = """
@@ -35,24 +48,82 @@ BACKWARD_3 = """
     int? max_seqlen_q, int? max_seqlen_k, float softmax_scale, bool is_causal, int window_size_left=-1,
     int window_size_right=-1, float softcap=0.0, bool deterministic=False, int sm_margin=0)
     -> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)"""
-# Names of arguments: of torch's operators, and of version 3. Options by our names.
-BOUNDS = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal")
+# `_flash_attn_fwd` and `_bwd` of `flash_attn.cute.interface`, 4.0.0b36: of the arguments those for us, by name only.
+FORWARD_4 = """
+    fwd(Tensor q, Tensor k, Tensor v, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int? max_seqlen_q=None,
+    int? max_seqlen_k=None, float? softmax_scale=None, bool causal=False, float? softcap=None,
+    int? window_size_left=None, int? window_size_right=None, int num_splits=1, bool return_lse=False)
+    -> (Tensor, Tensor, Tensor, Tensor, Tensor)"""
+BACKWARD_4 = """
+    bwd(Tensor q, Tensor k, Tensor v, Tensor out, Tensor dout, Tensor lse, *, float? softmax_scale=None,
+    bool causal=False, float softcap=0.0, int? window_size_left=None, int? window_size_right=None,
+    Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None,
+    bool deterministic=False) -> (Tensor, Tensor, Tensor)"""
+
+
+class Names(NamedTuple):
+    """What a varlen flash kernel calls its arguments. What has no name here must be off.
+
+    tensors: q, k, v; or dout, q, k, v, out and the log-sum-exp. bounds: of `Ragged`. options: of `Flash.forward`, by
+    our names. must: further arguments and their values. unread: others, which are of this dtype.
+    """
+
+    tensors: tuple[str, ...]
+    bounds: tuple[str, ...]
+    options: dict[str, str]
+    must: dict[str, Any]
+    unread: dict[str, torch.dtype]
+
+
+def packaged(*tensors: str, causal: str = "causal", **must: Any) -> Names:
+    bounds = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", causal
+    return Names(tensors, bounds, {**OPTIONS, "scale": "softmax_scale", "softcap": "softcap"}, must, {})
+
+
 OPTIONS = {"scale": "scale", "left": "window_size_left", "right": "window_size_right"}
-BOUNDS_3 = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "is_causal")
-OPTIONS_3 = {**OPTIONS, "scale": "softmax_scale", "softcap": "softcap"}
+BOUNDS = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal")
 EFFICIENT_BOUNDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "custom_mask_type")
+QKV, OF_TORCH, BACKWARD = ("q", "k", "v"), ("query", "key", "value"), ("dout", "q", "k", "v", "out", "softmax_lse")
+# By namespace: forward and backward. Splits of the keys: 0 is for a heuristic to choose. Without a fixed order, atomics
+# give other bits every time.
+PACKAGED = {
+    "flash_attn_2_stand_in": ((FORWARD_2, packaged(*QKV)), (BACKWARD_2, packaged(*BACKWARD, deterministic=True))),
+    "flash_attn_3_stand_in": (
+        (FORWARD_3, packaged(*QKV, causal="is_causal", num_splits=1)),
+        (BACKWARD_3, packaged(*BACKWARD, causal="is_causal", deterministic=True)),
+    ),
+    "flash_attn_4_stand_in": (
+        (FORWARD_4, packaged(*QKV, num_splits=1, return_lse=True)),
+        (BACKWARD_4, packaged(*BACKWARD[:-1], "lse", deterministic=True)),
+    ),
+}
+INSIDE_TORCH = {
+    aten._flash_attention_forward: Names(OF_TORCH, BOUNDS, OPTIONS, {}, {}),
+    aten._flash_attention_backward: Names(
+        ("grad_out", *OF_TORCH, "out", "logsumexp"),
+        BOUNDS,
+        OPTIONS,
+        {},
+        dict.fromkeys(("rng_state", "unused"), torch.uint64),
+    ),
+}
 
 
 def register(library: torch.library.Library, operator: Any, run: Callable[..., Any]) -> None:
-    """For CPU tensors, `run` receives all arguments of the operator by name, the defaults too."""
-    arguments = operator.default._schema.arguments
-    names = [argument.name for argument in arguments]
+    """For CPU tensors, `run` receives all arguments of the operator by name, the defaults too.
+
+    What it returns is filled up with tensors that nobody reads, or left out if the operator returns nothing.
+    """
+    schema = operator.default._schema
+    names = [argument.name for argument in schema.arguments]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = {argument.name: argument.default_value for argument in arguments}
-        return run({**given, **dict(zip(names, args, strict=False)), **kwargs})
+        given = {argument.name: argument.default_value for argument in schema.arguments}
+        found = run({**given, **dict(zip(names, args, strict=False)), **kwargs})
+        rest = [torch.zeros(0) for _ in schema.returns[len(found) :]]
+        return (*found, *rest) if schema.returns else None
 
-    library.impl(operator.default._schema.name.split("::")[1], call, "CPU")
+    library.impl(schema.name.split("::")[1], call, "CPU")
 
 
 def assert_only(given: dict[str, Any], *names: str) -> None:
@@ -99,19 +170,30 @@ class Flash:
 
     def __init__(self) -> None:
         self.reset()
-        aten, own = torch.library.Library("aten", "IMPL"), torch.library.Library("flash_attn_3_stand_in", "FRAGMENT")
-        for schema in (FORWARD_3, BACKWARD_3):
-            own.define(" ".join(schema.split()))
-        self.ops_3 = torch.ops.flash_attn_3_stand_in
-        register(aten, torch.ops.aten._flash_attention_forward, self._torch_forward)
-        register(aten, torch.ops.aten._flash_attention_backward, self._torch_backward)
-        register(aten, torch.ops.aten._efficient_attention_forward, self._efficient_forward)
-        register(aten, torch.ops.aten._efficient_attention_backward, self._efficient_backward)
-        register(aten, torch.ops.aten._scaled_dot_product_cudnn_attention, self._dense_forward)
-        register(aten, torch.ops.aten._scaled_dot_product_cudnn_attention_backward, self._dense_backward)
-        register(own, self.ops_3.fwd, self._forward_3)
-        register(own, self.ops_3.bwd, self._backward_3)
-        self.libraries = [aten, own]  # unregistered with this object
+        torchs = torch.library.Library("aten", "IMPL")
+        for operator, names in INSIDE_TORCH.items():
+            register(torchs, operator, partial(self._varlen, names))
+        register(torchs, aten._efficient_attention_forward, self._efficient_forward)
+        register(torchs, aten._efficient_attention_backward, self._efficient_backward)
+        register(torchs, aten._scaled_dot_product_cudnn_attention, self._dense_forward)
+        register(torchs, aten._scaled_dot_product_cudnn_attention_backward, self._dense_backward)
+        self.libraries = [torchs]  # unregistered with this object
+        for namespace, directions in PACKAGED.items():
+            self.libraries.append(library := torch.library.Library(namespace, "FRAGMENT"))
+            for name, (schema, names) in zip(("fwd", "bwd"), directions, strict=True):
+                library.define(" ".join(schema.split()))
+                register(library, getattr(getattr(torch.ops, namespace), name), partial(self._varlen, names))
+
+    def packages(self) -> dict[str, Any]:
+        """For `sys.modules`. The functions of version 3 are operators of torch."""
+        two, four = torch.ops.flash_attn_2_stand_in, torch.ops.flash_attn_4_stand_in
+        return {
+            **{name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute", "flash_attn_3", "flash_attn_3._C")},
+            "flash_attn.flash_attn_interface": SimpleNamespace(
+                _flash_attn_varlen_forward=two.fwd, _flash_attn_varlen_backward=two.bwd
+            ),
+            "flash_attn.cute.interface": SimpleNamespace(_flash_attn_fwd=four.fwd, _flash_attn_bwd=four.bwd),
+        }
 
     def reset(self) -> None:
         """Float64 is let in, to see the routing without rounding."""
@@ -172,28 +254,21 @@ class Flash:
         self._ragged(q, k, v, ragged, scoring.window is not None)
         return EagerKernel().backward(dout, q, k, v, out, lse, ragged, scoring)
 
-    def _fill(self, gradients: list[Tensor], tensors: list[Tensor], deterministic: bool, *given: Any, **options: Any):
-        """The packages write into gradients that the caller made."""
-        assert deterministic is True, "atomics give other bits every time"
+    def _varlen(self, names: Names, given: dict[str, Any]) -> list[Tensor]:
+        """In one direction. Some packages write into gradients that the caller made."""
+        known = *names.tensors, *names.bounds, *names.options.values(), *names.must, *names.unread
+        assert_only(given, *known, "dq", "dk", "dv")
+        assert {name: given[name] for name in names.must} == names.must
+        assert {name: given[name].dtype for name in names.unread} == names.unread
+        tensors, bounds = ([given[name] for name in some] for some in (names.tensors, names.bounds))
+        options = {ours: given[theirs] for ours, theirs in names.options.items()}
+        results = [*(self.forward if len(tensors) == 3 else self.backward)(*tensors, *bounds, **options)]
+        if "dq" not in given:
+            return results
+        gradients = [given[name] for name in ("dq", "dk", "dv")]
         assert [x.shape for x in gradients] == [x.shape for x in tensors[1:4]]
         check_rows(self.dtypes, *gradients)
-        for gradient, value in zip(gradients, self.backward(*tensors, *given, **options), strict=True):
-            gradient.copy_(value)
-
-    def _torch_forward(self, given: dict[str, Any]) -> tuple[Any, ...]:
-        names = ("query", "key", "value", *BOUNDS)
-        assert_only(given, *names, *OPTIONS.values())
-        options = {name: given[theirs] for name, theirs in OPTIONS.items()}
-        out, lse = self.forward(*(given[name] for name in names), **options)
-        unused = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
-        return out, lse, *unused, out.new_zeros(0)
-
-    def _torch_backward(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
-        names = ("grad_out", "query", "key", "value", "out", "logsumexp", *BOUNDS)
-        assert_only(given, *names, *OPTIONS.values(), "rng_state", "unused")
-        assert given["rng_state"].dtype == torch.uint64 and isinstance(given["unused"], Tensor)
-        options = {name: given[theirs] for name, theirs in OPTIONS.items()}
-        return self.backward(*(given[name] for name in names), **options)
+        return [gradient.copy_(value) for gradient, value in zip(gradients, results, strict=True)]
 
     def _efficient_call(self, given: dict[str, Any], q: Tensor, k: Tensor) -> tuple[Ragged, Scoring]:
         """Some entries of the rows, in order. Mask type 2 is bottom-right causal."""
@@ -225,7 +300,7 @@ class Flash:
         unused = torch.zeros((), dtype=torch.int64)
         return out[None], padded, unused, unused, ragged.max_seqlen_q, ragged.max_seqlen_k
 
-    def _efficient_backward(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    def _efficient_backward(self, given: dict[str, Any]) -> list[Tensor]:
         """Rows outside the given entries are not written."""
         self.num_backward += 1
         names = "grad_out_", "query", "key", "value", "out"
@@ -253,7 +328,7 @@ class Flash:
         grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
         for grad, rows, share in zip(grads, (queries, keys, keys), shares, strict=True):
             grad[0, rows] = share
-        return *grads, dout.new_zeros(0)
+        return grads
 
     def _dense_call(self, given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Ragged, Scoring]:
         number, num_queries, num_keys, causal = len(q), q.shape[2], k.shape[2], given["is_causal"]
@@ -291,78 +366,3 @@ class Flash:
         rows = (x.transpose(1, 2).flatten(0, 1) for x in tensors)
         grads = EagerKernel().backward(*rows, lse[..., 0].transpose(0, 1).flatten(1), ragged, scoring)
         return tuple(x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in grads)
-
-    def _forward_3(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
-        names = ("q", "k", "v", *BOUNDS_3)
-        assert_only(given, *names, *OPTIONS_3.values(), "num_splits")
-        assert given["num_splits"] == 1, "0 is for a heuristic to choose"
-        options = {name: given[theirs] for name, theirs in OPTIONS_3.items()}
-        out, lse = self.forward(*(given[name] for name in names), **options)
-        return out, lse, out.new_zeros(0), out.new_zeros(0)
-
-    def _backward_3(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
-        tensors, gradients = ("dout", "q", "k", "v", "out", "softmax_lse"), ("dq", "dk", "dv")
-        assert_only(given, *tensors, *gradients, *BOUNDS_3, *OPTIONS_3.values(), "deterministic")
-        options = {name: given[theirs] for name, theirs in OPTIONS_3.items()}
-        results, bounds = [given[name] for name in gradients], [given[name] for name in BOUNDS_3]
-        self._fill(results, [given[name] for name in tensors], given["deterministic"], *bounds, **options)
-        return *results, *(results[0].new_zeros(0) for _ in range(5))
-
-    def package_2(self) -> ModuleType:
-        """`flash_attn.flash_attn_interface`."""
-
-        def _flash_attn_varlen_forward(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-            window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-            block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
-        ):  # fmt: skip
-            assert dropout_p == 0.0 and return_softmax is zero_tensors is False
-            assert alibi_slopes is block_table is leftpad_k is seqused_k is None
-            bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
-            modifiers = {"left": window_size_left, "right": window_size_right, "softcap": softcap}
-            out, lse = self.forward(q, k, v, *bounds, scale=softmax_scale, **modifiers)
-            return out, lse, None, torch.zeros(2, dtype=torch.int64)
-
-        def _flash_attn_varlen_backward(
-            dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-            deterministic, rng_state=None, zero_tensors=False,
-        ):  # fmt: skip
-            assert dropout_p == 0.0 and alibi_slopes is rng_state is None and zero_tensors is False
-            bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
-            modifiers = {"left": window_size_left, "right": window_size_right, "softcap": softcap}
-            tensors = [dout, q, k, v, out, softmax_lse]
-            self._fill([dq, dk, dv], tensors, deterministic, *bounds, scale=softmax_scale, **modifiers)
-            return torch.zeros(0)  # softmax_d
-
-        interface = ModuleType("flash_attn.flash_attn_interface")
-        interface._flash_attn_varlen_forward = _flash_attn_varlen_forward
-        interface._flash_attn_varlen_backward = _flash_attn_varlen_backward
-        return interface
-
-    def package_4(self) -> ModuleType:
-        """`flash_attn.cute.interface` of 4.0.0b36: of its arguments those that are for us, by name only."""
-
-        def _flash_attn_fwd(
-            q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
-            causal=False, softcap=None, window_size_left=None, window_size_right=None, num_splits=1, return_lse=False,
-        ):  # fmt: skip
-            assert return_lse is True and num_splits == 1, "0 is for a heuristic to choose"
-            bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
-            modifiers = {"left": window_size_left, "right": window_size_right, "softcap": softcap}
-            return *self.forward(q, k, v, *bounds, scale=softmax_scale, **modifiers), None, None, None
-
-        def _flash_attn_bwd(
-            q, k, v, out, dout, lse, *, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-            window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-            deterministic=False,
-        ):  # fmt: skip
-            assert deterministic is True, "atomics give other bits every time"
-            bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
-            modifiers = {"left": window_size_left, "right": window_size_right, "softcap": softcap}
-            return self.backward(dout, q, k, v, out, lse, *bounds, scale=softmax_scale, **modifiers)
-
-        interface = ModuleType("flash_attn.cute.interface")
-        interface._flash_attn_fwd = _flash_attn_fwd
-        interface._flash_attn_bwd = _flash_attn_bwd
-        return interface

@@ -2,22 +2,19 @@
 
 from collections import Counter
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixtrain.kernels.cpu_loops import BUNDLE, LONG, STRIP, rectangles_of
-from radixtrain.kernels.varlen_args import Ragged
+from tests.kernels.ragged_calls import ragged
 
 
 def cut(lengths, causal=True, window=None):
     """lengths: (queries, keys) of each entry."""
-    sides = zip(*lengths, strict=True) if lengths else ((), ())
-    cu_seqlens = (torch.tensor([0, *accumulate(side)], dtype=torch.int32) for side in sides)
-    longest = (max((each[side] for each in lengths), default=0) for side in (0, 1))
-    return rectangles_of(Ragged(*cu_seqlens, *longest, causal), window)
+    queries, keys = zip(*lengths, strict=True) if lengths else ((), ())
+    return rectangles_of(ragged(queries, keys, causal), window)
 
 
 def pairs(parts):
@@ -84,10 +81,9 @@ def test_every_pair_is_in_one_rectangle(lengths, causal, window):
 
 def test_a_call_is_cut_once_for_each_window():
     """Every layer asks for the same. A changed copy is cut anew."""
-    bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
-    ragged = Ragged(bounds, bounds, 3, 3, causal=True)
-    whole = rectangles_of(ragged)
-    assert rectangles_of(ragged) is whole and whole[0].mask is not None
-    assert rectangles_of(ragged, window=2) is not whole
-    assert rectangles_of(ragged, window=2) is rectangles_of(ragged, window=2)
-    assert (rectangles_of(replace(ragged, causal=False))[0].mask == 0).sum() == 3 * 3 + 2 * 2
+    call = ragged([3, 2], [3, 2], causal=True)
+    whole = rectangles_of(call)
+    assert rectangles_of(call) is whole and whole[0].mask is not None
+    assert rectangles_of(call, window=2) is not whole
+    assert rectangles_of(call, window=2) is rectangles_of(call, window=2)
+    assert (rectangles_of(replace(call, causal=False))[0].mask == 0).sum() == 3 * 3 + 2 * 2

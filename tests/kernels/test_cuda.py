@@ -2,7 +2,7 @@
 
 import importlib.util
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,9 +15,10 @@ from radixtrain.kernels import efficient
 from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.kernels.flash import cudnn_missing
 from radixtrain.kernels.varlen import PACKAGES, package_missing, varlen_kernel
-from radixtrain.kernels.varlen_args import Ragged, Scoring
+from radixtrain.kernels.varlen_args import Scoring
 from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout
+from tests.kernels.ragged_calls import ragged
 from tests.support.batches import NAMES, attention_inputs, by_the_book, distances_of_plan, one_softmax, with_gradients
 
 pytestmark = [
@@ -90,24 +91,19 @@ RAGGED = [0, 100, 0, 1, 70], [64, 130, 5, 33, 70]
 DENSE, ONE_SEQUENCE, EQUAL = ([300], [190]), ([190], [190]), ([70] * 3, [70] * 3)
 
 
-def ragged_call(queries, keys, causal):
-    cu_seqlens = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(CUDA) for lengths in (queries, keys))
-    return Ragged(*cu_seqlens, max(queries), max(keys), causal)
-
-
-def in_both_directions(kernel, ragged, scoring, heads, head_dim, dtype):
+def in_both_directions(kernel, call, scoring, heads, head_dim, dtype):
     """out, lse, dq, dk, dv, with the out and lse of a merge with a piece of as much weight. Numbers of bfloat16."""
-    num_queries, num_keys = int(ragged.cu_seqlens_q[-1]), int(ragged.cu_seqlens_k[-1])
+    num_queries, num_keys = int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_k[-1])
     q, dout, other = (rows(num_queries, heads[0], head_dim, seed=n).to(dtype) for n in range(3))
     k, v = (rows(num_keys, heads[1], head_dim, seed=n).to(dtype) for n in (3, 4))
-    out, lse = kernel.forward(q, k, v, ragged, scoring)
-    grads = kernel.backward(dout, q, k, v, (out + other) / 2, lse + 0.7, ragged, scoring)
+    out, lse = kernel.forward(q, k, v, call, scoring)
+    grads = kernel.backward(dout, q, k, v, (out + other) / 2, lse + 0.7, call, scoring)
     return [out, lse, *grads]
 
 
-def assert_like_the_specification(kernel, ragged, heads, head_dim):
+def assert_like_the_specification(kernel, lengths, causal, heads, head_dim):
     """In bfloat16. Returns dk and dv too."""
-    call = ragged, Scoring(head_dim**-0.5), heads, head_dim, torch.bfloat16
+    call = ragged(*lengths, causal, CUDA), Scoring(head_dim**-0.5), heads, head_dim, torch.bfloat16
     found = [in_both_directions(each, *call) for each in (kernel, EagerKernel())]
     for mine, theirs in zip(*found, strict=True):
         assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
@@ -121,11 +117,11 @@ def test_kernels_against_the_specification(name):
     wider = [512, 20] if name == "efficient" else []
     for heads, head_dim in product([(4, 4), (8, 2), (4, 1)], [64, 128, *wider]):
         kernel = varlen_kernel(name, CUDA)
-        dk, dv = assert_like_the_specification(kernel, ragged_call(*RAGGED, causal=True), heads, head_dim)
+        dk, dv = assert_like_the_specification(kernel, RAGGED, True, heads, head_dim)
         assert not dk[:64].any() and not dv[:64].any(), "keys that no query sees"
-        assert_like_the_specification(kernel, ragged_call(*DENSE, causal=False), heads, head_dim)
+        assert_like_the_specification(kernel, DENSE, False, heads, head_dim)
         for lengths in (ONE_SEQUENCE, EQUAL):
-            assert_like_the_specification(kernel, ragged_call(*lengths, causal=True), heads, head_dim)
+            assert_like_the_specification(kernel, lengths, True, heads, head_dim)
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -135,7 +131,7 @@ def test_efficient_in_float32(monkeypatch, head_dim, window):
     calls = [(lengths, True) for lengths in (RAGGED, ONE_SEQUENCE)] + [(DENSE, False)] * (window is None)
     for (lengths, causal), workspace in product(calls, (2**30, 1)):
         monkeypatch.setattr(efficient, "WORKSPACE", workspace)
-        call = ragged_call(*lengths, causal), Scoring(head_dim**-0.5, window=window), (4, 2), head_dim
+        call = ragged(*lengths, causal, CUDA), Scoring(head_dim**-0.5, window=window), (4, 2), head_dim
         truth = in_both_directions(EagerKernel(), *call, torch.float64)
         ordinary = in_both_directions(EagerKernel(), *call, torch.float32)
         actual = in_both_directions(varlen_kernel("efficient", CUDA), *call, torch.float32)

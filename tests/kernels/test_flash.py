@@ -5,9 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from itertools import accumulate, product
-from types import ModuleType
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
@@ -31,6 +29,7 @@ from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 from tests.kernels.cuda_stand_ins import HALF, Flash
+from tests.kernels.ragged_calls import ragged
 from tests.support import FULL
 from tests.support.batches import (
     NAMES,
@@ -41,6 +40,7 @@ from tests.support.batches import (
     longer,
     one_softmax,
     plan_of,
+    random_tensors,
     with_gradients,
 )
 
@@ -79,14 +79,9 @@ CLASSES = {**INSIDE_TORCH, **PACKAGED}
 
 @pytest.fixture(params=CLASSES.values(), ids=CLASSES)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rules: Flash) -> VarlenKernel:
-    package, interface = ModuleType("flash_attn"), rules.package_2()
-    package.flash_attn_interface = interface
-    modules = {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
-    modules |= {"flash_attn.cute": ModuleType("flash_attn.cute"), "flash_attn.cute.interface": rules.package_4()}
-    modules |= {name: ModuleType(name) for name in ("flash_attn_3", "flash_attn_3._C")}
-    for name, module in modules.items():
+    for name, module in rules.packages().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(torch.ops, "flash_attn_3", rules.ops_3)
+    monkeypatch.setattr(torch.ops, "flash_attn_3", torch.ops.flash_attn_3_stand_in)
     return request.param()
 
 
@@ -178,23 +173,6 @@ def test_strided_inputs_and_the_gradient_of_a_sum(kernel: VarlenKernel) -> None:
         )
 
 
-@pytest.mark.parametrize(("lengths", "causal"), [((3, 9), True), ((9, 9), True), ((9, 4), False), ((5, 1), False)])
-def test_one_entry(kernel: VarlenKernel, lengths: tuple[int, int], causal: bool) -> None:
-    """As the specification, with an out in other memory and a log-sum-exp that are not those of this call."""
-    bounds = (torch.tensor([0, n], dtype=torch.int32) for n in lengths)
-    call = Ragged(*bounds, *lengths, causal), Scoring(0.4)
-    generator = torch.Generator().manual_seed(0)
-    q, dout, other, k, v = (
-        torch.randn(rows, heads, 8, generator=generator, dtype=torch.float64)
-        for rows, heads in [(lengths[0], 4)] * 3 + [(lengths[1], 2)] * 2
-    )
-    merged = other.transpose(0, 1).contiguous().transpose(0, 1)
-    out, lse = EagerKernel().forward(q, k, v, *call)
-    grads = EagerKernel().backward(dout, q, k, v, other, lse + 0.7, *call)
-    actual = [*kernel.forward(q, k, v, *call), *kernel.backward(dout, q, k, v, merged, lse + 0.7, *call)]
-    assert_exact(actual, [out, lse, *grads])
-
-
 @pytest.mark.parametrize(
     ("lengths", "causal", "shape"),  # shape: entries, queries and keys of each, as cuDNN sees them; None: not at all
     [
@@ -209,34 +187,23 @@ def test_one_entry(kernel: VarlenKernel, lengths: tuple[int, int], causal: bool)
         (((6, 6), (3, 3)), False, (2, 6, 3)),
     ],
 )
-def test_what_cudnn_computes(rules: Flash, lengths: tuple, causal: bool, shape: tuple[int, int, int] | None) -> None:
-    """In float64 as the specification: queries that pad a call add nothing to any key, and are cut off."""
-    ragged = one_call([x if isinstance(x, tuple) else (x,) for x in lengths], causal)
-    tensors = rows_of(ragged)
-    call = ragged, Scoring(0.4)
-    found = in_both_directions(CudnnKernel(), tensors, *call)
-    assert_exact(found, in_both_directions(EagerKernel(), tensors, *call))
-    assert rules.dense == [shape] * 2 * (shape is not None)
+def test_one_call(
+    kernel: VarlenKernel, rules: Flash, lengths: tuple, causal: bool, shape: tuple[int, int, int] | None
+) -> None:
+    """In float64 as the specification, with an out in other memory and a log-sum-exp that are not those of this call.
 
-
-def one_call(lengths: list[tuple[int, ...]], causal: bool) -> Ragged:
-    bounds = (torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in lengths)
-    return Ragged(*bounds, *map(max, lengths), causal)
-
-
-def rows_of(ragged: Ragged) -> list[Tensor]:
-    """q, dout, another out, k, v."""
-    generator = torch.Generator().manual_seed(0)
-    num_queries, num_keys = int(ragged.cu_seqlens_q[-1]), int(ragged.cu_seqlens_k[-1])
-    shapes = [(num_queries, 4, 8)] * 3 + [(num_keys, 2, 8)] * 2
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-def in_both_directions(kernel: VarlenKernel, tensors: list[Tensor], *call: Any) -> list[Tensor]:
-    """out, lse, and the gradients given an out and a log-sum-exp that are not those of this call."""
-    q, dout, other, k, v = tensors
-    out, lse = kernel.forward(q, k, v, *call)
-    return [out, lse, *kernel.backward(dout, q, k, v, other, lse + 0.7, *call)]
+    Queries that pad a call of cuDNN's add nothing to any key, and are cut off.
+    """
+    sides = [x if isinstance(x, tuple) else (x,) for x in lengths]
+    call = ragged(*sides, causal), Scoring(0.4)
+    q, k, v, dout = random_tensors((sum(sides[0]), sum(sides[1])))
+    other = dout.flip(0).transpose(0, 1).contiguous().transpose(0, 1)
+    found, expected = [], []
+    for each, results in ((kernel, found), (EagerKernel(), expected)):
+        out, lse = each.forward(q, k, v, *call)
+        results += [out, lse, *each.backward(dout, q, k, v, other, lse + 0.7, *call)]
+    assert_exact(found, expected)
+    assert rules.dense == [shape] * (2 if shape and isinstance(kernel, CudnnKernel) else 0)
 
 
 @pytest.mark.parametrize("head_dim", [8, 5])
@@ -260,17 +227,16 @@ def test_efficient_in_several_calls(monkeypatch: pytest.MonkeyPatch, rules: Flas
 def test_shapes_by_the_operators_of_this_torch(name: str, lengths: list[list[int]], causal: bool) -> None:
     """On meta tensors. The meta function of the memory-efficient backward does not take what its schema says."""
     num_queries, num_keys = (sum(side) for side in lengths)
-    bounds = (torch.empty(len(side) + 1, dtype=torch.int32, device="meta") for side in lengths)
-    ragged, scoring = Ragged(*bounds, *(max(side) for side in lengths), causal), Scoring(0.4)
+    call = ragged(*lengths, causal, "meta"), Scoring(0.4)
     q, k, v = (
         torch.empty(heads, rows, 16, dtype=torch.bfloat16, device="meta").transpose(0, 1)
         for heads, rows in ((4, num_queries), (2, num_keys), (2, num_keys))
     )
-    out, lse = INSIDE_TORCH[name]().forward(q, k, v, ragged, scoring)
+    out, lse = INSIDE_TORCH[name]().forward(q, k, v, *call)
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
     assert (lse.shape, lse.dtype) == ((4, num_queries), torch.float32)
     if name != "efficient":
-        grads = INSIDE_TORCH[name]().backward(q, q, k, v, out, lse, ragged, scoring)
+        grads = INSIDE_TORCH[name]().backward(q, q, k, v, out, lse, *call)
         assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 

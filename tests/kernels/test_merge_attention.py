@@ -4,9 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,21 +22,16 @@ from radixtrain.kernels.merge_attention import (
     merge_piece,
     routed_attention,
 )
-from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
+from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
+from tests.kernels.ragged_calls import ragged
 from tests.support import FULL
-from tests.support.batches import assert_exact, one_softmax, random_tensors, with_gradients
+from tests.support.batches import assert_exact, one_softmax, random_tensors, seen_pairs, with_gradients
 
 SCALE = 0.6
 SCORING = Scoring(SCALE)
 EVERYTHING = slice(None)
 
 kernels = pytest.mark.parametrize("kernel", [EagerKernel(), TorchCPUKernel()], ids=["eager", "torch"])
-
-
-def ragged(lengths_q: list[int], lengths_k: list[int], causal: bool = False) -> Ragged:
-    cu_q, cu_k = ([0, *accumulate(lengths)] for lengths in (lengths_q, lengths_k))
-    as_tensors = (torch.tensor(cu, dtype=torch.int32) for cu in (cu_q, cu_k))
-    return Ragged(*as_tensors, max(lengths_q, default=0), max(lengths_k, default=0), causal)
 
 
 # Ten rows: 0-2 are the trunk; 3-4 and 5-7 its branches; 8-9 hang below 3-4, and two pieces meet there.
@@ -64,16 +60,11 @@ PIECES = {
 
 def union_of(pieces: tuple[Piece, ...], num_rows: int) -> Tensor:
     """(U, U): 0 for a key that a query sees in some piece, else -1. Asserts that it sees none twice."""
-    times = torch.zeros(num_rows, num_rows, dtype=torch.int64)
-    for piece in pieces:
-        q_rows, k_rows = (torch.arange(num_rows)[x] for x in (piece.q_rows, piece.k_rows))
-        entries_q = q_rows.split(piece.ragged.cu_seqlens_q.diff().tolist())
-        entries_k = k_rows.split(piece.ragged.cu_seqlens_k.diff().tolist())
-        for q, k in zip(entries_q, entries_k, strict=True):
-            seen = torch.ones(len(q), len(k), dtype=torch.int64)
-            times[q[:, None], k] += seen.tril(len(k) - len(q)) if piece.ragged.causal else seen
-    assert times.max() == 1
-    return times - 1
+    seen = sum((seen_pairs(piece, num_rows) for piece in pieces), Counter())
+    assert {*seen.values()} == {1}
+    union = torch.full((num_rows, num_rows), -1)
+    union[tuple(torch.tensor([*seen]).t())] = 0
+    return union
 
 
 def in_pieces(pieces: tuple[Piece, ...], kernel: VarlenKernel) -> Callable[..., Tensor]:

@@ -5,7 +5,7 @@ T query tokens, J key tokens, N query heads, K key/value heads, H head dim.
 
 from collections.abc import Callable
 from dataclasses import asdict
-from itertools import accumulate, product
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from radixtrain.kernels.efficient import EfficientKernel
 from radixtrain.kernels.flash import CudnnKernel, TorchCUDAKernel
 from radixtrain.kernels.varlen import KERNELS, varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
+from tests.kernels.ragged_calls import ragged
 from tests.support.batches import assert_exact, random_tensors, softmax_and_lse
 
 Case = tuple[tuple[int, ...], tuple[int, ...], bool]
@@ -48,13 +49,6 @@ SCORINGS = {
 kernels = pytest.mark.parametrize("kernel", [EagerKernel(), TorchCPUKernel()], ids=["eager", "torch"])
 
 
-def ragged_call(case: Case) -> Ragged:
-    lengths_q, lengths_k, causal = case
-    q, k = ([0, *accumulate(lengths)] for lengths in (lengths_q, lengths_k))
-    cu_seqlens = (torch.tensor(each, dtype=torch.int32) for each in (q, k))
-    return Ragged(*cu_seqlens, max(lengths_q, default=0), max(lengths_k, default=0), causal)
-
-
 def distances_of(case: Case) -> Tensor:
     """Causal means that query t of an entry sees the keys up to t + J - T, the nearest of which is itself."""
     lengths_q, lengths_k, causal = case
@@ -76,13 +70,13 @@ def by_softmax(tensors: list[Tensor], case: Case, scoring: Scoring) -> list[Tens
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
 
 
-def by_kernel(kernel: VarlenKernel, tensors: list[Tensor], ragged: Ragged, scoring: Scoring) -> list[Tensor]:
+def by_kernel(kernel: VarlenKernel, tensors: list[Tensor], call: Ragged, scoring: Scoring) -> list[Tensor]:
     """out, lse, dq, dk, dv. What is given stays as it was."""
     q, k, v, dout = tensors
     before = [x.clone() for x in tensors]
-    out, lse = kernel.forward(q, k, v, ragged, scoring)
+    out, lse = kernel.forward(q, k, v, call, scoring)
     forward = out.clone(), lse.clone()
-    found = [*forward, *kernel.backward(dout, q, k, v, out, lse, ragged, scoring)]
+    found = [*forward, *kernel.backward(dout, q, k, v, out, lse, call, scoring)]
     assert all(map(torch.equal, (*tensors, out, lse), (*before, *forward)))
     return found
 
@@ -108,7 +102,7 @@ def test_exact(kernel: VarlenKernel, name: str, on_host: bool) -> None:
     for case, (heads, head_dim) in [*product(CASES.values(), widths), *long]:
         if case[2] or scoring.window is None:
             tensors = tensors_of(case, heads, head_dim)
-            found = by_kernel(kernel, tensors, ragged_call(case), scoring)
+            found = by_kernel(kernel, tensors, ragged(*case), scoring)
             assert_same(found, by_softmax(tensors, case, scoring), (case, heads, head_dim))
 
 
@@ -126,7 +120,7 @@ def test_eager_queries_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     for scoring, (name, case) in product([Watched(0.4), Watched(0.4, 0.7), Watched(0.4, window=3)], CASES.items()):
         if "empty" not in name and (case[2] or scoring.window is None):
             tensors = tensors_of(case, (4, 2), 8)
-            found = by_kernel(EagerKernel(), tensors, ragged_call(case), scoring)
+            found = by_kernel(EagerKernel(), tensors, ragged(*case), scoring)
             assert_same(found, by_softmax(tensors, case, scoring), (name, scoring))
     assert max(written) <= 60
 
@@ -135,14 +129,14 @@ def test_eager_queries_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_window_needs_causality(kernel: VarlenKernel) -> None:
     case = CASES["everything"]
     with pytest.raises(AssertionError, match="counts from the last key"):
-        kernel.forward(*tensors_of(case, (2, 2), 8)[:3], ragged_call(case), Scoring(1.0, window=2))
+        kernel.forward(*tensors_of(case, (2, 2), 8)[:3], ragged(*case), Scoring(1.0, window=2))
 
 
 def test_pairs_grow_with_the_length_alone() -> None:
     """Within a window of 64, twice the tokens are twice the pairs, not four times."""
     pairs = []
     for length in (1024, 2048):
-        parts = rectangles_of(ragged_call(((length,), (length,), True)), window=64)
+        parts = rectangles_of(ragged([length], [length], True), window=64)
         rows = [(part.queries.stop - part.queries.start, part.keys.stop - part.keys.start) for part in parts]
         pairs.append(sum(queries * keys for queries, keys in rows))
     assert pairs[1] < 2.1 * pairs[0]
@@ -167,11 +161,11 @@ STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_strided_inputs(kernel: VarlenKernel, form: str) -> None:
     """Each of q, k, v and dout by itself, and all."""
     for name in ("causal, onto themselves", "causal, one entry", "everything"):
-        ragged, tensors = ragged_call(CASES[name]), tensors_of(CASES[name], (4, 2), 8)
+        call, tensors = ragged(*CASES[name]), tensors_of(CASES[name], (4, 2), 8)
         for which in (*range(4), None):
             views = [STRIDED[form](x) if which in (place, None) else x for place, x in enumerate(tensors)]
-            expected = by_kernel(kernel, [x.contiguous() for x in views], ragged, Scoring(0.5))
-            assert_exact(by_kernel(kernel, views, ragged, Scoring(0.5)), expected, (name, which))
+            expected = by_kernel(kernel, [x.contiguous() for x in views], call, Scoring(0.5))
+            assert_exact(by_kernel(kernel, views, call, Scoring(0.5)), expected, (name, which))
 
 
 def test_kernel_by_name() -> None:

@@ -1,6 +1,7 @@
 """R predictor rows, P predictions, D hidden, V vocabulary."""
 
 import math
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd import gradcheck
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import linear
 
 from radixtrain import loss as loss_module
 from radixtrain.errors import UserError
@@ -34,11 +35,6 @@ ROWS = torch.tensor([4, 0, 1, 4, 3, 12, 0, 4, 5, 6, 8, 9, 10, 11])
 LABELS = torch.tensor([1, 7, 0, 10, 3, 3, 7, 2, 5, 5, 9, 0, 4, 6])
 WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 0.0, 1.0, 0.5, 1.0, 2.0, 1.0, 1.0, 4.0, 1.0, 7.0, 1.0])
 
-CHUNKS = (1, 4, 13, 100)  # rows of a chunk
-
-biases = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-
 
 def parameters(
     dtype: torch.dtype, num_rows: int = R, hidden_size: int = D, vocab_size: int = V, bias: bool = True
@@ -51,19 +47,51 @@ def parameters(
     return [None if x is None else x.to(dtype) for x in (hidden, weight, offset)]
 
 
-def with_gradients(function, given: list[Tensor | None]) -> list[Tensor]:
-    """Loss and gradients of what there is of hidden, weight and bias."""
-    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in given]
+def inputs(formula: str, dtype: torch.dtype, *sizes: int, bias: bool = True) -> list[Tensor | None]:
+    """What the formula is given: `parameters`, or their logits, as a model has computed them."""
+    if "logits" not in formula:
+        return parameters(dtype, *sizes, bias=bias)
+    return [linear(*parameters(torch.float64, *sizes, bias=bias)).to(dtype)]
+
+
+def with_gradients(function: Any, given: Sequence[Tensor | None]) -> list[Tensor]:
+    """Loss and gradients of what there is of hidden, weight and bias, or of logits."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in given]
     loss = function(*leaves)
     return [loss.detach(), *torch.autograd.grad(loss, [x for x in leaves if x is not None])]
 
 
-def ours(labels: Tensor = LABELS, rows: Tensor = ROWS, weights: Tensor = WEIGHTS, impl: Any = "fused"):
-    return lambda hidden, weight, bias: linear_cross_entropy(hidden, weight, labels, rows, weights, bias, impl)
+# Each gives log-probabilities, or minus their weighted sum. given: hidden, weight and bias, or logits.
+LOGPROBS: dict[str, Callable[..., Tensor]] = {
+    "logprobs": lambda given, labels, rows: linear_logprobs(*given[:2], labels, rows, *given[2:]),
+    "logprobs of logits": lambda given, labels, rows: logits_logprobs(*given, labels, rows),
+}
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "fused": lambda given, *predictions: linear_cross_entropy(*given[:2], *predictions, *given[2:]),
+    "loss of logits": lambda given, *predictions: logits_cross_entropy(*given, *predictions),
+}
+FORMULAS = [*LOSSES, *LOGPROBS]
+every_formula = pytest.mark.parametrize("formula", FORMULAS)
+every_loss = pytest.mark.parametrize("formula", LOSSES)
 
 
-def by_torch(*predictions: Tensor):
-    return ours(*predictions, impl="reference")
+def ours(
+    labels: Tensor = LABELS, rows: Tensor = ROWS, weights: Tensor = WEIGHTS, formula: str = "fused"
+) -> Callable[..., Tensor]:
+    """A loss, whose gradient passes through every log-probability if the formula gives these."""
+    if formula in LOSSES:
+        return lambda *given: LOSSES[formula](given, labels, rows, weights)
+    return lambda *given: -(weights * LOGPROBS[formula](given, labels, rows)).sum()
+
+
+def by_torch(labels: Tensor = LABELS, rows: Tensor = ROWS, weights: Tensor = WEIGHTS) -> Callable[..., Tensor]:
+    """The specification, of logits too: those are hidden rows whose head is the identity."""
+
+    def loss(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        head = torch.eye(x.shape[1], dtype=x.dtype) if weight is None else weight
+        return linear_cross_entropy(x, head, labels, rows, weights, bias, impl="reference")
+
+    return loss
 
 
 def assert_equal_in_float64(actual: list[Tensor], truth: list[Tensor]) -> None:
@@ -96,13 +124,13 @@ def random_predictions(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return labels, rows, torch.randint(1, 5, (300,), generator=generator).float()
 
 
-@pytest.mark.parametrize("impl", ["fused", "reference"])
-def test_three_targets_at_one_row_literally(impl: Any) -> None:
+@pytest.mark.parametrize("loss_of", [ours, by_torch])
+def test_three_targets_at_one_row_literally(loss_of: Callable[..., Any]) -> None:
     """Logits (0, ln 2, ln 3): probabilities 1/6, 2/6, 3/6. Labels 0, 1, 2 stand for 1, 2 and 4 tokens."""
     hidden = torch.tensor([[1.0]], dtype=torch.float64, requires_grad=True)
     weight = torch.tensor([[0.0], [math.log(2)], [math.log(3)]], dtype=torch.float64, requires_grad=True)
     rows, labels, weights = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 1, 2]), torch.tensor([1.0, 2.0, 4.0])
-    loss = ours(labels, rows, weights, impl)(hidden, weight, None)
+    loss = loss_of(labels, rows, weights)(hidden, weight)
     loss.backward()
     assert loss.item() == pytest.approx(math.log(6) + 2 * math.log(3) + 4 * math.log(2), abs=1e-12)
     d_logits = [7 / 6 - 1, 7 * 2 / 6 - 2, 7 * 3 / 6 - 4]
@@ -110,31 +138,22 @@ def test_three_targets_at_one_row_literally(impl: Any) -> None:
     assert hidden.grad.item() == pytest.approx(d_logits[1] * math.log(2) + d_logits[2] * math.log(3), abs=1e-12)
 
 
-@biases
-def test_cross_entropy_of_torch(monkeypatch: pytest.MonkeyPatch, dealt: str, bias: bool) -> None:
-    given = parameters(torch.float64, bias=bias)
-    truth = with_gradients(by_torch(), given)
-    for rows_per_chunk in CHUNKS:
-        cut_into(monkeypatch, rows_per_chunk)
-        assert_equal_in_float64(with_gradients(ours(), given), truth)
-
-
 def test_another_impl_is_refused() -> None:
     with pytest.raises(ValueError, match='impl must be "fused" or "reference", got \'liger\''):
-        ours(impl="liger")(*parameters(torch.float32))
+        linear_cross_entropy(*parameters(torch.float32)[:2], LABELS, ROWS, WEIGHTS, impl="liger")
 
 
-@dtypes
-def test_lower_precision(monkeypatch: pytest.MonkeyPatch, dealt: str, dtype: torch.dtype) -> None:
+@every_formula
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_lower_precision(monkeypatch: pytest.MonkeyPatch, dealt: str, dtype: torch.dtype, formula: str) -> None:
     """Losses of 16 draws together: the rounding of a single one is luck."""
     for rows_per_chunk, bias in ((40, True), (10_000, False)):
         cut_into(monkeypatch, rows_per_chunk)
-        given = parameters(dtype, 200, 64, 150, bias)
+        given = inputs(formula, dtype, 200, 64, 150, bias=bias)
         in_float64 = [None if x is None else x.double() for x in given]
         results: list[list[list[Tensor]]] = [[], [], []]
-        for seed in range(16):
-            predictions = random_predictions(seed)
-            results[0].append(with_gradients(ours(*predictions), given))
+        for predictions in map(random_predictions, range(16)):
+            results[0].append(with_gradients(ours(*predictions, formula=formula), given))
             results[1].append(with_gradients(by_torch(*predictions), given))
             results[2].append(with_gradients(by_torch(*predictions), in_float64))
         actual, reference, truth = ([torch.stack(x) for x in zip(*draws, strict=True)] for draws in results)
@@ -142,42 +161,35 @@ def test_lower_precision(monkeypatch: pytest.MonkeyPatch, dealt: str, dtype: tor
         assert_within_reference_error(actual, reference, truth, names=NAMES[: len(actual)])
 
 
-def test_any_predictions(monkeypatch: pytest.MonkeyPatch, dealt: str) -> None:
+@every_formula
+def test_any_predictions(monkeypatch: pytest.MonkeyPatch, dealt: str, formula: str) -> None:
     """Any number of rows, some of them in many predictions and some in none, in any order, in chunks of any size."""
     for seed in range(tries(50, 10_000)):
         generator = torch.Generator().manual_seed(seed)
         num_rows, num_predictions, rows_per_chunk = torch.randint(1, 40, (3,), generator=generator).tolist()
         cut_into(monkeypatch, rows_per_chunk)
         rows, labels = (torch.randint(0, n, (num_predictions,), generator=generator) for n in (num_rows, 4))
-        given = parameters(torch.float64, num_rows, vocab_size=4)
+        given = inputs(formula, torch.float64, num_rows, D, 4, bias=bool(seed % 3))
         weights = torch.randint(0, 4, (num_predictions,), generator=generator).double()
         weights[0] += 1  # some prediction counts, or there is no relative error
-        assert_equal_in_float64(*(with_gradients(f(labels, rows, weights), given) for f in (ours, by_torch)))
+        both = ours(labels, rows, weights, formula), by_torch(labels, rows, weights)
+        assert_equal_in_float64(*(with_gradients(loss, given) for loss in both))
 
 
 def test_large_logits_stay_finite() -> None:
     hidden, weight, _ = parameters(torch.float32)
     for scale in (1e4, 3e4):
-        results = with_gradients(
-            lambda h, w, b: linear_cross_entropy(h, w, LABELS, ROWS, WEIGHTS), [hidden * scale, weight, None]
-        )
-        assert all(x.isfinite().all() for x in results)
+        assert all(x.isfinite().all() for x in with_gradients(ours(), [hidden * scale, weight]))
 
 
-def test_gradcheck(monkeypatch: pytest.MonkeyPatch, dealt: str) -> None:
-    """Of the loss and of log-likelihoods, from hidden states and from logits. ROWS names some rows several times."""
-    leaves = [x.requires_grad_() for x in parameters(torch.float64)]
-    logits = linear(*leaves).detach().requires_grad_()
-    functions: list[tuple[Any, list[Tensor]]] = [
-        (lambda h, w, b=None: linear_cross_entropy(h, w, LABELS, ROWS, WEIGHTS, b), leaves),
-        (lambda h, w, b=None: linear_cross_entropy(h, w, LABELS, ROWS, WEIGHTS, b), leaves[:2]),
-        (lambda h, w, b=None: linear_logprobs(h, w, LABELS, ROWS, b), leaves),
-        (lambda z: logits_cross_entropy(z, LABELS, ROWS, WEIGHTS), [logits]),
-        (lambda z: logits_logprobs(z, LABELS, ROWS), [logits]),
-    ]
+@every_formula
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch, dealt: str, formula: str) -> None:
+    """ROWS names some rows several times."""
+    leaves = [x.requires_grad_() for x in inputs(formula, torch.float64)]
     for rows_per_chunk in (1, 4, 100):
         cut_into(monkeypatch, rows_per_chunk)
-        assert all(gradcheck(function, given, fast_mode=True) for function, given in functions)
+        assert gradcheck(ours(formula=formula), leaves, fast_mode=True)
+        assert gradcheck(ours(formula=formula), leaves[:2], fast_mode=True), "a head without a bias"
 
 
 def test_differentiating_twice_is_refused() -> None:
@@ -236,35 +248,40 @@ def test_some_are_frozen() -> None:
     assert hidden.grad is not None and weight.grad is None and bias.grad is None
 
 
-def test_strided_parameters() -> None:
-    hidden, weight, bias = parameters(torch.float64)
-    views = [hidden.t().contiguous().t(), weight.t().contiguous().t(), bias.repeat_interleave(2)[::2]]
-    assert not any(x.is_contiguous() for x in views)
-    assert_equal_in_float64(*(with_gradients(ours(), given) for given in (views, [hidden, weight, bias])))
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
+    "one row for all": lambda x: (
+        x[:1].expand(x.shape) if len(x) == R else x
+    ),  # a head of equal rows has no gradient in hidden
+}
 
 
-def test_given_tensors_are_left_alone() -> None:
-    given = [*parameters(torch.float32), LABELS, ROWS, WEIGHTS, linear(*parameters(torch.float32))]
+@every_loss
+@pytest.mark.parametrize("view", VIEWS)
+def test_strided_inputs(chunked_by_four: None, view: str, formula: str) -> None:
+    views = [VIEWS[view](x) for x in inputs(formula, torch.float64)]
+    expected = with_gradients(by_torch(), [x.contiguous() for x in views])
+    assert_equal_in_float64(with_gradients(ours(formula=formula), views), expected)
+
+
+@every_formula
+def test_given_tensors_are_left_alone(formula: str) -> None:
+    given = [*inputs(formula, torch.float32), LABELS, ROWS, WEIGHTS]
     before = [x.clone() for x in given]
-    with_gradients(ours(), given[:3])
-    of_logits(given[-1], LABELS, ROWS, WEIGHTS)
+    with_gradients(ours(formula=formula), given[:-3])
     assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
 
 
-def test_no_predictions() -> None:
+@every_formula
+def test_no_predictions(formula: str) -> None:
     none = torch.zeros(0, dtype=torch.int64)
     for num_rows in (0, 5):
         for dtype in (torch.float32, torch.bfloat16):
-            given = parameters(dtype, num_rows)
-            results = with_gradients(ours(none, none, torch.zeros(0)), given)
-            assert results[0].dtype == torch.float32
-            assert [x.shape for x in results] == [(), (num_rows, D), (V, D), (V,)]
-            assert not any(x.any() for x in results)
-            logits = linear(*given)
-            for logprobs in (linear_logprobs(*given[:2], none, none, given[2]), logits_logprobs(logits, none, none)):
-                assert logprobs.shape == (0,) and logprobs.dtype == torch.float32
-            loss, d_logits = of_logits(logits, none, none, torch.zeros(0))
-            assert not loss and not d_logits.any() and d_logits.shape == logits.shape
+            given = inputs(formula, dtype, num_rows)
+            loss, *grads = with_gradients(ours(none, none, torch.zeros(0), formula), given)
+            assert loss.dtype == torch.float32 and loss.shape == () and not loss
+            assert [x.shape for x in grads] == [x.shape for x in given] and not any(x.any() for x in grads)
 
 
 def test_same_bits_every_time() -> None:
@@ -289,10 +306,10 @@ class TestAutocast:
         assert_within_reference_error(actual, reference, truth, names=NAMES)
 
     def test_logits_are_taken_to_float32(self) -> None:
-        logits = linear(*parameters(torch.float64)).bfloat16()
-        expected = of_logits(logits, LABELS, ROWS, WEIGHTS)
+        given, loss = inputs("loss of logits", torch.bfloat16), ours(formula="loss of logits")
+        expected = with_gradients(loss, given)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            actual = of_logits(logits, LABELS, ROWS, WEIGHTS)
+            actual = with_gradients(loss, given)
         assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
@@ -369,26 +386,20 @@ class TestPeak:
         assert gradient < peak < gradient + 1.1 * self.chunk, (peak, gradient, self.chunk)
 
 
+@every_formula
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_waits_for_the_device(
-    chunked_by_four: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    chunked_by_four: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, formula: str
 ) -> None:
     """Fake tensors have no values, so that asking for one raises; what the host may know is their shapes."""
     with FakeTensorMode() as mode:
-        hidden, weight, bias = (mode.from_tensor(x).requires_grad_() for x in parameters(dtype))
-        labels, rows, weights = (mode.from_tensor(x) for x in (LABELS, ROWS, WEIGHTS))
+        given = [mode.from_tensor(x).requires_grad_() for x in inputs(formula, dtype)]
+        loss_of = ours(*map(mode.from_tensor, (LABELS, ROWS, WEIGHTS)), formula)
         with pytest.raises(DataDependentOutputException):
-            linear_cross_entropy(hidden, weight, labels, rows, weights, bias)
+            loss_of(*given)
         monkeypatch.setattr(loss_module, "_on_host", lambda x: False)
-        (linear_cross_entropy(hidden, weight, labels, rows, weights, bias) / 3).backward()
-        assert [x.grad.shape for x in (hidden, weight, bias)] == [(R, D), (V, D), (V,)]
-        logprobs = linear_logprobs(hidden, weight, labels, rows, bias)
-        assert logprobs.shape == LABELS.shape
-        (weights * logprobs).sum().backward()
-        logits = linear(hidden, weight, bias).detach().requires_grad_()
-        logits_cross_entropy(logits, labels, rows, weights).backward()
-        assert logits.grad.shape == (R, V)
-        logits_logprobs(logits, labels, rows).sum().backward()
+        (loss_of(*given) / 3).backward()
+        assert all(x.grad.shape == x.shape for x in given)
 
 
 @FULL
@@ -451,80 +462,36 @@ def test_on_cuda_nothing_waits_and_the_result_is_the_same(chunked_by_four: None)
     assert max(errors) <= 1e-12, errors
 
 
-class TestLogprobs:
-    @biases
-    def test_log_softmax_of_torch(self, monkeypatch: pytest.MonkeyPatch, dealt: str, bias: bool) -> None:
-        hidden, weight, offset = parameters(torch.float64, bias=bias)
-        logits = linear(hidden, weight, offset)
-        truth = logits.log_softmax(-1)[ROWS, LABELS]
-        for rows_per_chunk in CHUNKS:
-            cut_into(monkeypatch, rows_per_chunk)
-            found = linear_logprobs(hidden, weight, LABELS, ROWS, offset), logits_logprobs(logits, LABELS, ROWS)
-            assert_equal_in_float64(found, [truth] * 2)
-        assert logits_logprobs(logits.bfloat16(), LABELS, ROWS).dtype == torch.float32
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_lower_precision(self, dealt: str, dtype: torch.dtype) -> None:
-        labels, rows, _ = random_predictions()
-        factors = torch.randn(300, generator=torch.Generator().manual_seed(0))
-        given = parameters(dtype, 200, 64, 150)
-
-        def by_torch(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            wide = torch.promote_types(hidden.dtype, torch.float32)
-            return linear(hidden, weight, bias).to(wide).log_softmax(-1)[rows, labels]
-
-        def ours(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            return linear_logprobs(hidden, weight, labels, rows, bias)
-
-        results = []
-        for function, tensors in ((ours, given), (by_torch, given), (by_torch, [x.double() for x in given])):
-            _, *grads = with_gradients(lambda *x, function=function: (factors * function(*x)).sum(), tensors)
-            results.append([function(*tensors), *grads])  # not the sum, which is one number: its rounding is luck
-        assert [x.dtype for x in results[0]] == [torch.float32] + [dtype] * 3
-        assert_within_reference_error(*results, names=("logprobs", *NAMES[1:]))
-
-    def test_without_gradients(self) -> None:
-        leaves = [x.requires_grad_() for x in parameters(torch.float64)]
-        with torch.no_grad():
-            assert not linear_logprobs(*leaves[:2], LABELS, ROWS, leaves[2]).requires_grad
-            assert not logits_logprobs(linear(*leaves).requires_grad_(), LABELS, ROWS).requires_grad
-            loss = ours()(*leaves)
-        assert not loss.requires_grad and relative_error(loss, ours()(*leaves)) <= 1e-12
-
-
-FORMULAS = {
-    "fused": lambda hidden, weight, labels: ours(labels)(hidden, weight, None),
-    "reference": lambda hidden, weight, labels: ours(labels, impl="reference")(hidden, weight, None),
-    "logits": lambda hidden, weight, labels: logits_cross_entropy(linear(hidden, weight), labels, ROWS, WEIGHTS),
-    "logprobs": lambda hidden, weight, labels: linear_logprobs(hidden, weight, labels, ROWS),
-    "logprobs of logits": lambda hidden, weight, labels: logits_logprobs(linear(hidden, weight), labels, ROWS),
-}
+@every_formula
+def test_without_gradients(formula: str) -> None:
+    leaves = [x.requires_grad_() for x in inputs(formula, torch.float64)]
+    with torch.no_grad():
+        loss = ours(formula=formula)(*leaves)
+    assert not loss.requires_grad and relative_error(loss, ours(formula=formula)(*leaves)) <= 1e-12
 
 
 @pytest.mark.parametrize("label", [-1, -V, -V - 1, V])
-@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("formula", [*FORMULAS, "reference"])
 def test_a_label_that_is_no_token(dealt: str, formula: str, label: int) -> None:
     """An index of -1 is the last one. On a device it fails the assertion that index V fails."""
-    hidden, weight, _ = parameters(torch.float32)
     labels = LABELS.clone()
     labels[3] = label
     says_which = dealt == "on host" or formula == "reference"
+    loss_of = by_torch(labels) if formula == "reference" else ours(labels, formula=formula)
     with pytest.raises(IndexError, match=f"Target {label} is out of" if says_which else f"index {V} is out of"):
-        FORMULAS[formula](hidden, weight, labels)
+        loss_of(*inputs(formula, torch.float32))
 
 
-@pytest.mark.parametrize("formula", ["fused", "reference", "logits"])
+@pytest.mark.parametrize("formula", [*LOSSES, "reference"])
 def test_no_prediction_counts(dealt: str, formula: str) -> None:
     """The mean is NaN, as torch's own, and its gradient 0 and not `0 * inf`."""
     for labels, rows, weights in ((LABELS, ROWS, WEIGHTS * 0), (LABELS[:0], ROWS[:0], WEIGHTS[:0])):
-        hidden, weight, bias = (x.requires_grad_() for x in parameters(torch.float32))
-        if formula == "logits":
-            loss = logits_cross_entropy(linear(hidden, weight, bias), labels, rows, weights)
-        else:
-            loss = ours(labels, rows, weights, formula)(hidden, weight, bias)
+        given = [x.requires_grad_() for x in inputs(formula, torch.float32)]
+        loss_of = by_torch(labels, rows, weights) if formula == "reference" else ours(labels, rows, weights, formula)
+        loss = loss_of(*given)
         mean = loss / weights.sum()
         mean.backward()
-        assert loss.item() == 0 and mean.isnan() and not any(x.grad.any() for x in (hidden, weight, bias))
+        assert loss.item() == 0 and mean.isnan() and not any(x.grad.any() for x in given)
 
 
 def test_a_row_that_overflows_and_does_not_count(dealt: str, chunked_by_four: None) -> None:
@@ -534,64 +501,17 @@ def test_a_row_that_overflows_and_does_not_count(dealt: str, chunked_by_four: No
 
     def found() -> Tensor:
         logprobs = linear_logprobs(hidden, weight, LABELS, ROWS)[counts]
-        return torch.cat([logprobs, ours(weights=WEIGHTS * counts)(hidden, weight, None)[None]])
+        return torch.cat([logprobs, ours(weights=WEIGHTS * counts)(hidden, weight)[None]])
 
     expected = found()
     hidden[4] = float("inf")
     assert torch.equal(found(), expected)
 
 
-def of_logits(logits: Tensor, *predictions: Tensor) -> list[Tensor]:
-    """Loss and its gradient."""
-    leaf = logits.detach().requires_grad_()
-    loss = logits_cross_entropy(leaf, *predictions)
-    return [loss.detach(), *torch.autograd.grad(loss, leaf)]
-
-
-class TestOfLogits:
-    """The same formula on logits that a model computed itself."""
-
-    def by_torch(self, logits: Tensor, labels: Tensor, rows: Tensor, weights: Tensor) -> list[Tensor]:
-        leaf = logits.detach().requires_grad_()
-        wide = torch.promote_types(leaf.dtype, torch.float32)
-        loss = (weights.to(wide) * cross_entropy(leaf[rows].to(wide), labels, reduction="none")).sum()
-        return [loss.detach(), *torch.autograd.grad(loss, leaf)]
-
-    def test_is_the_fused_loss(self, monkeypatch: pytest.MonkeyPatch, dealt: str) -> None:
-        given = parameters(torch.float64)
-        for rows_per_chunk in CHUNKS:
-            cut_into(monkeypatch, rows_per_chunk)
-            found = with_gradients(lambda *x: logits_cross_entropy(linear(*x), LABELS, ROWS, WEIGHTS), given)
-            assert_equal_in_float64(found, with_gradients(ours(), given))
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    def test_lower_precision(self, monkeypatch: pytest.MonkeyPatch, dealt: str, dtype: torch.dtype) -> None:
-        """Of the losses of 16 draws together, as above."""
-        logits = torch.randn(200, 150, generator=torch.Generator().manual_seed(0)).to(dtype)
-        for rows_per_chunk in (40, 10_000):
-            cut_into(monkeypatch, rows_per_chunk)
-            draws = [
-                (of_logits(logits, *each), self.by_torch(logits, *each), self.by_torch(logits.double(), *each))
-                for each in map(random_predictions, range(16))
-            ]
-            results = [[torch.stack(x) for x in zip(*arm, strict=True)] for arm in zip(*draws, strict=True)]
-            assert [x.dtype for x in results[0]] == [torch.float32, dtype]
-            assert_within_reference_error(*results, names=("loss", "d_logits"))
-
-    def test_a_target_that_is_almost_certain(self, dealt: str) -> None:
-        """Its gradient is rounded once: a softmax of 0.999 in bfloat16 is 1, and its gradient would be 0."""
-        logits, rows = torch.tensor([[8.0, 0, 0, 1], [0, 9, 1, 1]]).bfloat16(), torch.tensor([0, 0, 1, 0])
-        predictions = torch.tensor([0, 0, 1, 3]), rows, torch.tensor([0.3, 1.7, 1.0, 0.0])
-        truth = self.by_torch(logits.double(), *predictions)[1]
-        assert torch.equal(of_logits(logits, *predictions)[1], truth.bfloat16()) and truth[0, 0] < 0
-
-    @pytest.mark.parametrize("view", ["transposed", "every other row", "one row for all"])
-    def test_strided_logits(self, chunked_by_four: None, view: str) -> None:
-        logits = linear(*parameters(torch.float64))
-        strided = {
-            "transposed": logits.t().contiguous().t(),
-            "every other row": logits.repeat_interleave(2, 0)[::2],
-            "one row for all": logits[:1].expand(R, V),
-        }[view]
-        expected = self.by_torch(strided.contiguous(), LABELS, ROWS, WEIGHTS)
-        assert_equal_in_float64(of_logits(strided, LABELS, ROWS, WEIGHTS), expected)
+def test_a_target_that_is_almost_certain(dealt: str) -> None:
+    """Its gradient is rounded once: a softmax of 0.999 in bfloat16 is 1, and its gradient would be 0."""
+    logits, rows = torch.tensor([[8.0, 0, 0, 1], [0, 9, 1, 1]]).bfloat16(), torch.tensor([0, 0, 1, 0])
+    predictions = torch.tensor([0, 0, 1, 3]), rows, torch.tensor([0.3, 1.7, 1.0, 0.0])
+    truth = with_gradients(by_torch(*predictions), [logits.double()])[1]
+    found = with_gradients(ours(*predictions, formula="loss of logits"), [logits])[1]
+    assert torch.equal(found, truth.bfloat16()) and truth[0, 0] < 0

@@ -633,9 +633,9 @@ def filled(rows: Sequence[Sequence[int]], side: str, filler: int = 0) -> Tensor:
     return torch.tensor([(pad + [*row] + [filler] * length)[:length] for pad, row in zip(pads, rows, strict=True)])
 
 
-def padded(rows: Sequence[Sequence[int]], side: str) -> dict[str, Tensor]:
+def padded(rows: Sequence[Sequence[int]], side: str, pad: int = 0) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask`, (B, L)."""
-    return {"input_ids": filled(rows, side), "attention_mask": filled([[1] * len(row) for row in rows], side)}
+    return {"input_ids": filled(rows, side, pad), "attention_mask": filled([[1] * len(row) for row in rows], side)}
 
 
 def batch_of(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from radixtrain import restore_model, share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of, model_inside
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.verification.oracle import float64_arithmetic
-from tests.support.batches import ROWS, Kind, Row, filled, image_batch_of, letters_of
+from tests.support.batches import ROWS, Kind, Row, filled, image_batch_of, letters_of, padded
 from tests.support.models import tiny_qwen3
 from tests.support.steps import same_gradient
 
@@ -300,12 +300,7 @@ def assert_shared(model: Any, expected: Counts) -> None:
     assert found == expected, f"the report says {found}, the data {expected}: {report}"
 
 
-# A training loop of a user's own, which the harness takes for a trainer, and the padded batches that it trains on.
-#
-# def build(share):
-#     return Loop(share(tiny_qwen3()), padded_batches("left"), own_loss)
-#
-# found = compare(build)
+# The padded batches of a training loop of a user's own.
 
 
 LOOP_PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -313,39 +308,6 @@ EOS = 2
 IGNORED = -100
 
 Batch = dict[str, Tensor]
-Metrics = dict[str, Tensor]
-Step = Callable[[Any, Batch], Metrics]  # `loss` is what the loop differentiates
-
-
-@dataclass
-class History:
-    """What a loop has logged, where a `Trainer` has it."""
-
-    log_history: list[dict[str, float]] = field(default_factory=list)
-
-
-class Loop:
-    """One optimizer step a batch, with clipping. What it logs: the metrics of `step`, and grad_norm."""
-
-    def __init__(self, model: nn.Module, batches: Iterable[Batch], step: Step, learning_rate: float = 1e-4):
-        self.model, self.batches, self.step = model.train(), batches, step
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-        self.state = History()
-        self.callbacks: list[Any] = []
-
-    def add_callback(self, callback: Any) -> None:
-        self.callbacks.append(callback)
-
-    def train(self) -> None:
-        for batch in self.batches:
-            metrics = self.step(self.model, batch)
-            metrics["loss"].backward()
-            metrics["grad_norm"] = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            for callback in self.callbacks:
-                callback.on_pre_optimizer_step(None, None, None, model=self.model)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.state.log_history.append({name: value.item() for name, value in metrics.items()})
 
 
 def padded_batches(side: str = "right", pad: int = 0, seed: int = 0, steps: int = STEPS) -> list[Batch]:
@@ -361,15 +323,13 @@ def padded_batches(side: str = "right", pad: int = 0, seed: int = 0, steps: int 
         rows = [LOOP_PROMPT + tail for tail in (*tails[:4], tails[3])] + [LOOP_PROMPT[:6] + tails[4]]
         starts = [len(LOOP_PROMPT)] * 5 + [6]
         labels = [[IGNORED] * start + row[start:] for start, row in zip(starts, rows, strict=True)]
-        batches.append(padded(rows, labels, side, pad))
+        batches.append(padded_with_labels(rows, labels, side, pad))
     return batches
 
 
-def padded(rows: list[list[int]], labels: list[list[int]], side: str, pad: int) -> Batch:
+def padded_with_labels(rows: list[list[int]], labels: list[list[int]], side: str, pad: int) -> Batch:
     """input_ids, attention_mask, labels: (B, L), int64. side: right, left or both."""
-    masks = [[1] * len(row) for row in rows]
-    columns = {"input_ids": (rows, pad), "attention_mask": (masks, 0), "labels": (labels, IGNORED)}
-    return {name: filled(values, side, filler) for name, (values, filler) in columns.items()}
+    return {**padded(rows, side, pad), "labels": filled(labels, side, IGNORED)}
 
 
 class Stream(IterableDataset):
@@ -380,10 +340,6 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.rows)
-
-
-def without_labels(batch: Batch) -> Batch:
-    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
 
 
 # What trainers that generate need in tests: prompts with a common beginning, a reward, a policy, both arms.
@@ -415,14 +371,20 @@ def policy_of(folder: Path, make: Callable[[int], Any] = tiny_qwen3, ends: list[
     return policy
 
 
-def tokenizer() -> Any:
-    """Its words are numbers of two digits; 00 pads, 01 ends."""
+def word_tokenizer(words: Iterable[str], pad: str, eos: str, unknown: str, **options: Any) -> Any:
+    """Each word between blanks is a token, whose id is its place among `words`. options: further ones of tokenizers."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"{n:02}": n for n in range(VOCAB_SIZE)}, unk_token="02"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="00", eos_token="01", unk_token="02")
+    known = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token=unknown))
+    known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    own = {"pad_token": pad, "eos_token": eos, "unk_token": unknown}
+    return PreTrainedTokenizerFast(tokenizer_object=known, **own, **options)
+
+
+def tokenizer() -> Any:
+    """Its words are numbers of two digits; 00 pads, 01 ends."""
+    return word_tokenizer([f"{n:02}" for n in range(VOCAB_SIZE)], "00", "01", "02")
 
 
 def prompts(common: list[int] = COMMON, own: int = 0) -> Any:
@@ -491,8 +453,8 @@ def rollout_trainer(
 # Processors of tiny models that see images, made here: a word is a token, and nothing is downloaded.
 
 
-def count_images(model: Any, has_gradients: bool = True) -> list[tuple[int, int]]:
-    """How many images the tower gets in each call from now on, with gradients or without, and how many are distinct."""
+def count_images(model: Any) -> list[tuple[int, int]]:
+    """How many images the tower gets in each call with gradients from now on, and how many are distinct."""
     backbone, seen = backbone_of(model_inside(model)), list[tuple[int, int]]()
     real = backbone.get_image_features
 
@@ -500,7 +462,7 @@ def count_images(model: Any, has_gradients: bool = True) -> list[tuple[int, int]
     def counted(*args: Any, **given: Any) -> Any:
         given = {**inspect.signature(real).bind(*args, **given).arguments}
         given |= given.pop("kwargs", {})
-        if torch.is_grad_enabled() == has_gradients:
+        if torch.is_grad_enabled():
             keys = image_keys(given)
             seen.append((len(keys), len(set(keys))))
         return real(**given)

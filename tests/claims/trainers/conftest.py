@@ -24,6 +24,7 @@ from tests.support.trainers import (
     row_of,
     save_reference,
     settings,
+    word_tokenizer,
 )
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
@@ -106,14 +107,7 @@ def reference(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """One token for each word between blanks, and a chat template that marks what the assistant says."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=CHAT_TEMPLATE
-    )
+    return word_tokenizer(WORDS, *SPECIAL[:3], chat_template=CHAT_TEMPLATE)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from tests.support.trainers import (
     count_images,
     llava_processor,
     settings,
+    word_tokenizer,
 )
 
 WORDS = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "<image>", "<start>", "<end>", "<video>"]
@@ -37,17 +38,10 @@ def picture(seed: int, height: int = SIZE) -> Any:
 
 
 def _tokenizer(**options: Any) -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     vocabulary = [*WORDS, *OF_IDEFICS, *(f"w{n}" for n in range(52))]
-    words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(vocabulary)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     assert vocabulary[IMAGE] == "<image>"
-    own = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    own["padding_side"] = "left"  # as TRL loads it
-    special = [*WORDS[5:], *OF_IDEFICS]
-    return PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=special, **own, **options)
+    own = {"padding_side": "left", "additional_special_tokens": [*WORDS[5:], *OF_IDEFICS]}  # the side as TRL loads it
+    return word_tokenizer(vocabulary, *WORDS[:3], **own, **options)
 
 
 def idefics3() -> Any:

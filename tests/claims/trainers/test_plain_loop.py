@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.testing import relative_error
+from tests.claims.loops import Loop
 from tests.support import FULL, cases
 from tests.support.models import tiny_model
 from tests.support.trainers import (
@@ -20,20 +21,11 @@ from tests.support.trainers import (
     EOS,
     IGNORED,
     LOOP_PROMPT,
-    Batch,
-    Loop,
-    Metrics,
+    STEPS,
     compare,
-    padded,
     padded_batches,
-    without_labels,
+    padded_with_labels,
 )
-
-
-def own_loss(model: Any, batch: Batch) -> Metrics:
-    """The loss that a Hugging Face model computes from labels, in a call that says nothing about a cache."""
-    return {"loss": model(**batch).loss}
-
 
 PADDINGS = [(side, pad) for side in ("right", "left", "both") for pad in (0, EOS)]
 
@@ -45,7 +37,7 @@ def test_default_call(tiny_qwen3, table, side, pad):
     def build(share: Callable[[Any], Any]) -> Loop:
         model = share(tiny_qwen3())
         assert model.config.use_cache
-        return Loop(model, padded_batches(side, pad), own_loss)
+        return Loop(model, padded_batches(side, pad), STEPS)
 
     found = compare(build)
     assert found.r > 2
@@ -61,9 +53,9 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def test_a_label_on_the_first_padding_reads_the_last_token(tiny_qwen3):
     """Its prediction comes from the token before it, which is computed; nothing else of the padding is read."""
     rows = [[*LOOP_PROMPT, 20, 21, 22], [*LOOP_PROMPT, 30, 31], [*LOOP_PROMPT, 40, 41, 42]]
-    batch = padded(rows, [[*row, 7][:15] for row in rows], "right", pad=7)
+    batch = padded_with_labels(rows, [[*row, 7][:15] for row in rows], "right", pad=7)
     assert (batch["labels"][batch["attention_mask"] == 0] == 7).all()
-    compare(lambda share: Loop(share(tiny_qwen3()), [batch], own_loss))
+    compare(lambda share: Loop(share(tiny_qwen3()), [batch], 1))
 
 
 @pytest.fixture
@@ -82,7 +74,8 @@ def test_compile(fresh_dynamo):
         model = share(tiny_model("PhiForCausalLM", num_hidden_layers=1).double())
         compiled = torch.compile(model, backend="aot_eager")
         for batch in padded_batches(steps=2):
-            loss = next_token_loss(compiled(**without_labels(batch)).logits, batch["labels"])
+            labels = batch.pop("labels")
+            loss = next_token_loss(compiled(**batch).logits, labels)
             loss.backward()
             losses.append(loss.item())
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from radixtrain import share_prefixes, sharing_report
 from tests.support import FULL, cases
 from tests.support.models import tiny_model, tiny_qwen3
 from tests.support.trainers import (
@@ -111,27 +110,6 @@ def test_settings(name, reference, tmp_path, table):
     if name == "GRPO, num_iterations 2":
         assert found.shared.entries[0]["kl"] > 0.01, "the reference is another model"
         assert found.shared.entries[1]["clip_ratio/region_mean"] > 0, "the policy has moved since it generated"
-
-
-@FULL
-def test_model_by_its_name(reference, tmp_path):
-    """What TRL loads itself is shared after the trainer was made. The report says that generation was left alone."""
-    config, trainer_class = classes("GRPO")
-    reports: list[Any] = []
-
-    def build(share: Share) -> Any:
-        args = arguments(config, tmp_path)
-        trainer = trainer_class(str(reference), Reward(), args, prompts(), processing_class=tokenizer())
-        share(trainer.model)
-        return trainer
-
-    def share_and_report(model: Any) -> Any:
-        shared = share_prefixes(model)
-        reports.append(sharing_report(shared))
-        return shared
-
-    compare(build, share=share_and_report)
-    assert reports[0].num_generating and not reports[0].not_shared
 
 
 @FULL

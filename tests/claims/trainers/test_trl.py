@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from radixtrain import share_prefixes, sharing_report
 from tests.support import FULL, cases
 from tests.support.trainers import Share, compare, mean_log_probability
 
@@ -158,30 +157,6 @@ def test_every_step_is_that_of_an_untouched_run(
     assert not case.calls or tuple(each.calls for each in found.counts) == case.calls
     assert "kl" not in case.logged or any(entry.get("kl", 0) > 0 for entry in found.shared.entries), "clamped to 0"
     table(f"{case.trainer}Trainer, {name}", found)
-
-
-def test_a_reference_that_computes_every_copy_is_named(model, trl_trainer, preferences):
-    trainer = trl_trainer("DPO", share_prefixes(model(0)), model(1), rows=preferences)
-    assert "ref_model shares nothing: share_prefixes(trainer.ref_model)" in str(sharing_report(trainer))
-    share_prefixes(trainer.ref_model)
-    assert not sharing_report(trainer).unshared_models
-
-
-@FULL
-def test_a_reference_made_by_trl(model, trl_trainer, preferences, tmp_path, table):
-    """TRL loads it from the policy's folder, without hooks: `share_prefixes(trainer.ref_model)` afterwards."""
-    model(1).save_pretrained(tmp_path / "start")
-
-    def build(share: Share) -> Any:
-        policy = model(0)
-        policy.config._name_or_path = str(tmp_path / "start")
-        trainer = trl_trainer("DPO", share(policy), rows=preferences)
-        share(trainer.ref_model)
-        return trainer
-
-    found = compare(build)
-    assert found.counts[0] == found.counts[1]
-    table("DPOTrainer, reference made by TRL", found)
 
 
 @FULL

@@ -126,16 +126,6 @@ def sharding(version: int | None, **config: Any) -> dict[str, Any]:
     return {"fsdp": True, "fsdp_config": {"fsdp_version": version, **layers, **loading, **config}}
 
 
-def test_a_radix_batch_that_is_dispatched_is_refused(model, trainer, rows):
-    """On rank 0, which reads the batches; the other one waits for it."""
-
-    def work(rank: int) -> None:
-        trainer(share_prefixes(model()), Stream(rows), RadixCollator()).train()
-
-    with pytest.raises(AssertionError, match=r'(?s)rank 0: .*accelerator_config=\{"dispatch_batches": False\}'):
-        on_two_ranks(work)
-
-
 @pytest.mark.parametrize("version", [None, 2])
 @pytest.mark.parametrize("share", [every_call_shared, share_prefixes])
 def test_a_rank_that_shares_nothing(model, trainer, rows, share, version):

@@ -34,16 +34,11 @@ FOUND = {  # sequences -> the branches of each group, inner ones first
         [*begun(28, TUTOR), *begun(12, TUTOR, EXAMPLE), *begun(30, JUDGE)],
         [[[*range(28, 40)], [*range(28)]], [[*range(40, 70)]]],
     ),
-    "one that shares nothing": ([*begun(2, JUDGE), own()], [[[0, 1]]]),
     "an agent's turns": (
         [np.append(TUTOR[: 60 * turn], own()) for turn in (1, 2, 3, 4)] + begun(1),
         [[[2, 3], [1], [0]]],
     ),
     "what all share is no group": (begun(20, TUTOR), []),
-    "groups beyond what all share": (
-        [*begun(4, TUTOR, JUDGE), *begun(4, TUTOR, EXAMPLE)],
-        [[[0, 1, 2, 3]], [[4, 5, 6, 7]]],
-    ),
     "a tenth": ([x for each in BEGINNINGS for x in begun(2, each, size=400)], [[[0, 1]], [[2, 3]], [[4, 5]]]),
     "less than a tenth": ([x for each in BEGINNINGS for x in begun(2, each, size=500)], []),
     "copies": ([SAME, SAME, own(), own()], []),

@@ -7,10 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from accelerate.utils import send_to_device
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader
 
 from radixtrain.testing import ragged_batches
@@ -80,10 +78,8 @@ def test_paths_cover_every_pair_of_the_mask_once(sequences, min_shared_tokens, p
 
 
 MOVERS = {
-    "pickle": lambda batch, device: pickle.loads(pickle.dumps(batch)),
-    "DataLoader": lambda batch, device: next(iter(DataLoader([batch], batch_size=None, num_workers=1))),
-    "lightning": move_data_to_device,
-    "accelerate": send_to_device,
+    "pickle": lambda batch: pickle.loads(pickle.dumps(batch)),
+    "DataLoader": lambda batch: next(iter(DataLoader([batch], batch_size=None, num_workers=1))),
 }
 
 
@@ -91,15 +87,14 @@ MOVERS = {
 @pytest.mark.parametrize("move", MOVERS.values(), ids=MOVERS)
 def test_a_batch_survives(move, sequences):
     layout = TreeLayout.from_plan(plan_of(sequences))
-    again = move({"layout": layout}, torch.device("cpu"))["layout"]
+    again = move({"layout": layout})["layout"]
     assert as_python(again) == as_python(layout)
 
 
-@pytest.mark.parametrize("move", [move_data_to_device, send_to_device, None], ids=["lightning", "accelerate", "to"])
-def test_moved_to_a_device(move):
+def test_moved_to_a_device():
     """Only `rows` moves. Torch's meta device has no values, so none is read back."""
     layout, plan = whole_layout()
-    moved = move({"layout": layout}, META)["layout"] if move else layout.to(META, non_blocking=True)
+    moved = layout.to(META, non_blocking=True)
     assert moved.host is layout.host and moved.rows.device == moved.device == META and layout.device.type == "cpu"
     assert moved.segments[1].tolist() == plan.segment_parents.tolist()
     assert moved.later[0].q_rows.device == moved.block_of_row.device == META

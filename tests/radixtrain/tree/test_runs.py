@@ -92,7 +92,10 @@ def test_the_drawing_with_forks_at_every_branch():
         pytest.param([[7, 8, 9]] * 2, (RunGroup(1, 3, False, ()),), [0, 1, 2], id="identical"),
         pytest.param([[7, 8], [7, 8, 9]], (RunGroup(1, 3, False, ()),), [0, 1, 2], id="a prefix"),
         pytest.param(
-            [[7, 8], [7, 9]], (RunGroup(2, 2, False, ()),), [0, 1, 0, 2], id="a first token is too short to fork"
+            [[7, 1], [7, 2], [7, 3]],
+            (RunGroup(3, 2, False, ()),),
+            [0, 1, 0, 2, 0, 3],
+            id="a first token is too short to fork, however many follow",
         ),
         pytest.param(
             [[7, 8, 9, 1], [7, 8, 9, 2]],
@@ -195,10 +198,3 @@ def test_leaves_are_put_into_the_groups_that_cost_least(lengths, group_cost):
     ways = [[0, *cut, count] for cut in cuts]
     costs = [sum(group_cost + (end - start) * ordered[end - 1] for start, end in pairwise(way)) for way in ways]
     assert sum(group_cost + group.num_runs * group.length for group in table.groups) == min(costs)
-
-
-def test_runs_in_full():
-    """[0, 1) 3, then [1, 3) 7 8 -> 5 5 | 9 1."""
-    groups = RunGroup(1, 2, True, ()), RunGroup(1, 1, False, ()), RunGroup(2, 2, False, (0,))
-    expected = groups, [1, 2, 0, 3, 4, 5, 6], [2, 0, 1, 3, 4, 5, 6], [0, 0]
-    assert contents(runs_of_segments(*segments_of([[7, 8, 9, 1], [3], [7, 8, 5, 5]]), 2)) == expected

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixtrain.testing import ragged_batches
@@ -38,36 +38,23 @@ def num_unique_by_the_rule(sequences, min_shared_tokens):
     return rows(group, 0) if group else 0
 
 
-@pytest.mark.parametrize("offset", [0, 2**32], ids=["four bytes", "eight bytes"])
-@pytest.mark.parametrize("places", [None, 0, 2**32], ids=["default positions", "positions", "large positions"])
-def test_neighbours_part_at_the_depth_of_the_last_two_or_at_another(offset, places):
-    """Each LCP is guessed from the one before it: right, too deep, too shallow, and beyond the end of a sequence."""
-    sequences = [
-        [1, 1, 1, 1, 1, 1],
-        [1, 1, 1, 1, 2, 1],
-        [1, 1, 1, 1, 3, 3],
-        [1, 1, 2],
-        [1, 1, 3, 1, 1, 1],
-        [1, 1, 3, 1, 1, 2],
-        [1, 1, 3, 1, 1, 2],
-        [1, 2],
-        [1, 2, 2, 2, 2, 2, 2],
-        [1, 2, 3],
-        [2, 2, 3],
-        [2, 2, 4],
-    ]
-    ids, cu_seqlens = pack([[token + offset for token in sequence] for sequence in sequences])
-    positions = None if places is None else np.full(len(ids), places)
-    by_order = sort_sequences(ids, cu_seqlens, positions)
-    assert by_order.order.tolist() == list(range(len(sequences)))
-    assert by_order.lcp.tolist() == [0, 4, 4, 2, 2, 5, 6, 1, 2, 2, 0, 2]
+# Each LCP is guessed from the one before it: right, too deep, too shallow, and beyond the end of a sequence.
+PARTING = [
+    *([1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 2, 1], [1, 1, 1, 1, 3, 3], [1, 1, 2], [1, 1, 3, 1, 1, 1], [1, 1, 3, 1, 1, 2]),
+    *([1, 1, 3, 1, 1, 2], [1, 2], [1, 2, 2, 2, 2, 2, 2], [1, 2, 3], [2, 2, 3], [2, 2, 4]),
+]
 
 
 @settings(max_examples=100, deadline=None)
-@given(ragged_batches(min_length=0, min_sequences=0))
-def test_sort_sequences_sorts_as_python_does(sequences):
-    """And with the heaviest branch first, the LCP of neighbours is still what they share."""
-    by_order = sort_sequences(*pack(sequences))
+@given(ragged_batches(min_length=0, min_sequences=0), st.sampled_from([0, 2**32]), st.sampled_from([None, 0, 3, 2**32]))
+@example(PARTING, 0, None)
+@example(PARTING, 0, 3)
+@example(PARTING, 2**32, None)
+@example(PARTING, 2**32, 2**32)
+def test_sort_sequences_sorts_as_python_does(sequences, offset, place):
+    """In four bytes and in eight. With the heaviest branch first, the LCP of neighbours is still what they share."""
+    ids, cu_seqlens = pack([[token + offset for token in sequence] for sequence in sequences])
+    by_order = sort_sequences(ids, cu_seqlens, None if place is None else np.full(len(ids), place))
     expected = sorted((index for index, ids in enumerate(sequences) if ids), key=lambda index: sequences[index])
     assert by_order.order.tolist() == expected
     moved = heaviest_first(by_order)
