@@ -84,14 +84,10 @@ def check_batch(
             "several: start one process per GPU (torchrun), or show the process one: CUDA_VISIBLE_DEVICES=0"
         )
     _check_inputs(decoder, given, num_rows)
-    _check_reach(decoder, layout.max_seqlen, layout.max_position)
+    if limit := limit_of(decoder, layout.max_seqlen, layout.max_position):
+        raise UserError(f"{type(decoder).__name__} has {limit.reason}; set max_length to {limit.tokens} or less")
     if head is not None and number_that_draws(head, allowed)[0]:
         raise UserError(why_refused("the head draws at random", head, allowed))
-
-
-def _check_reach(decoder: PreTrainedModel, longest: int, max_position: int) -> None:
-    if limit := limit_of(decoder, longest, max_position):
-        raise UserError(f"{type(decoder).__name__} has {limit.reason}; set max_length to {limit.tokens} or less")
 
 
 def _check_inputs(decoder: PreTrainedModel, given: Mapping[str, Any], num_rows: int) -> None:
