@@ -35,8 +35,9 @@ from radixtrain.tree.radix_inputs import RADIX
 
 UNKNOWN = (
     "this gradient comes from a loss that radixtrain does not recognise as a sum over tokens: your own (compute_loss, "
-    "compute_loss_func, another loss_function), a term added to the model's, or the model's on a part of the logits. A "
-    "batch of RadixCollator has logits only where a label is predicted, so a loss that reads any other would be a "
+    "compute_loss_func, another loss_function), a term added to the model's, the model's on a part of the logits, or "
+    "that of a model that is not shared, around the backbone of a shared one: call share_prefixes with what you train. "
+    "A batch of RadixCollator has logits only where a label is predicted, so a loss that reads any other would be a "
     "different one. If yours is a sum over labels, whatever it is divided by, or a mean of such sums over sequences, "
     "say so: RadixCollator(token_loss=True). For any other loss use share_prefixes(model) and your own collator"
 )

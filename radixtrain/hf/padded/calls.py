@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from radixtrain.collators.misuse_guard import is_called_by
-from radixtrain.hf.attention_interface import OPTIONS, take_over
+from radixtrain.hf.attention_interface import OPTIONS
 from radixtrain.hf.backbone import CACHE
 from radixtrain.hf.guards.code import why_recorded
 from radixtrain.hf.guards.draws import evaluating
@@ -157,7 +157,7 @@ def _is_option(value: object) -> bool:
 def _why_state(call: Upstream) -> str | None:
     if getattr(call.backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
         return "torch.nn.DataParallel runs copies of the model"
-    return take_over(call.decoder) or why_recorded()
+    return why_recorded()
 
 
 def is_generating() -> bool:

@@ -35,7 +35,6 @@ from radixtrain.hf.pictures import OF_PICTURES, bits_of, gradient_is_read, image
 from radixtrain.hf.progress import Upstream
 from radixtrain.hf.windows import MaskRequest, answered, request_of
 from radixtrain.tree.arrays import IntArray, lengths_of
-from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.layout import on_device
 from radixtrain.tree.plan import PrefixPlan
 
@@ -201,13 +200,13 @@ class Causes:
             wrong |= ((seen != before | own) & is_token & is_token[:, None]).any()
         return not wrong
 
-    def layout_of_blocks(self, plan: PrefixPlan) -> BlockLayout | None:
-        """Return the blocks of the unique tokens."""
+    def block_of_row(self, plan: PrefixPlan) -> IntArray | None:
+        """Return the number of the block of each unique token, (U,), as `TreeLayout.from_plan` takes it."""
         if self.blocks is None:
             return None
         blocks = self.blocks[plan.gather_indices]
         blocks[plan.num_unique_tokens :] = -1
-        return BlockLayout.of(blocks)
+        return blocks
 
     def check_bits(self, plan: PrefixPlan) -> None:
         """Compare what the decoder gets for equal tokens, bit for bit. Waits for the device.

@@ -13,12 +13,11 @@ from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import arguments_of, is_cache, text_decoder_of, with_rows
+from radixtrain.hf.backbone import arguments_of, is_cache, text_decoder_of, why_padding_leaks, with_rows
 from radixtrain.hf.guards.batch import Options
 from radixtrain.hf.guards.code import hooks_between_ours
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.guards.rules import why_padding_matters
-from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.padded.calls import (
     is_compiled,
     option,
@@ -30,7 +29,7 @@ from radixtrain.hf.padded.causes import Causes, NotShared
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.places import NO_ROW, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
-from radixtrain.hf.progress import Progress, Upstream
+from radixtrain.hf.progress import Upstream
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
@@ -54,7 +53,6 @@ class PaddedSharing:
 
     options: Options
     generates: bool
-    progress: Progress
     report: SharingReport
     separates: bool | None = None
     left_padding: tuple[str | None, str | None] | None = None
@@ -117,14 +115,13 @@ class PaddedSharing:
         verdict = verdict_of(
             model,
             decoder,
-            progress=self.progress,
             allowed=allowed,
             shape=shape,
             hooks=hooks_between_ours(decoder),
             besides=embedding,  # which the backbone calls
         )
         _refuse(verdict.reason)
-        layout = TreeLayout.from_plan(plan, causes.layout_of_blocks(plan)).to(device, non_blocking=True)
+        layout = TreeLayout.from_plan(plan, causes.block_of_row(plan)).to(device, non_blocking=True)
         may_bind = bool(causes.requests) or window_may_bind(decoder.config, layout.max_seqlen)
         places = batch.places(plan.inverse_indices, plan.num_rows)
         call = RadixCall(layout, None, options.attention, options.kernel, may_bind, places=places)
