@@ -214,9 +214,12 @@ class BackboneHooks:
         """Return the output of a call on unique tokens as the head gets it."""
         call: RadixCall = kwargs["radix_call"]
         if has_drawn(call.layout.device, call.generators) and (reason := self._why_drawn(backbone)):
-            return self._without_sharing(backbone, call, reason)
+            is_refused = call.places is None or not self.padded.leaves_refused
+            if not is_refused:
+                self.drew = reason
+            return self._without_sharing(backbone, call, reason, is_refused)
         if call.places is not None and call.places.are_unwatched(output[0]):
-            return self._computed_again(backbone, call, LEARNS_NOTHING)
+            return self._without_sharing(backbone, call, LEARNS_NOTHING)
         call.ordinary = (), {}
         self._check_mixers(backbone, call)
         call.check_layers(backbone, self.num_layers, WITHOUT_THE_TREE)
@@ -231,19 +234,14 @@ class BackboneHooks:
         reason = verdict_of(self.model, backbone, allowed=allowed, drew=True).reason
         return reason and why_refused(reason, text_decoder_of(backbone), allowed)
 
-    def _without_sharing(self, backbone: PreTrainedModel, call: RadixCall, reason: str) -> Any:
-        """Refuse a pass that drew, or compute it again as an ordinary one, from the same generators."""
-        if call.places is None or not self.padded.leaves_refused:
-            self.report.num_shared -= 1
-            self.report.count_unshared(reason)
-            raise UserError(reason)
-        self.drew = reason
-        return self._computed_again(backbone, call, reason)
-
-    def _computed_again(self, backbone: PreTrainedModel, call: RadixCall, reason: str) -> Any:
-        """Return the output of an ordinary pass in place of one on unique tokens, from the same generators."""
+    def _without_sharing(
+        self, backbone: PreTrainedModel, call: RadixCall, reason: str, is_refused: bool = False
+    ) -> Any:
+        """Compute a pass again as an ordinary one, from the same generators, or refuse it."""
         self.report.num_shared -= 1
         self.report.count_unshared(reason)
+        if is_refused:
+            raise UserError(reason)
         set_generator_states(call.layout.device, call.generators)
         args, kwargs = call.ordinary
         with running.during(None):
