@@ -128,22 +128,6 @@ def test_every_rule_is_met(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.M
     assert {(each.why, entry_point) for each in RULES for entry_point in each.entry_points} - found == set()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"attention": "ring"}, "attention must be auto, cascade, path, expand, reference, tree; got 'ring'"),
-        (
-            {"kernel": "cutlass"},
-            "kernel must be auto, torch, flash_attn, .*, eager; got 'cutlass'",
-        ),
-        ({"kernel": "flash_attn"}, r"kernel='flash_attn' cannot be used: needs CUDA"),
-    ],
-)
-def test_a_choice(tiny_qwen3, options, message):
-    with pytest.raises(UserError, match=message):
-        share_prefixes(tiny_qwen3(), **options)
-
-
 class Cumulative(nn.Module):
     """In place of a layer's attention or mixer: it takes neither a function nor a cache of Hugging Face."""
 
