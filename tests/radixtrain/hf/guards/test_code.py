@@ -1,6 +1,7 @@
 """Third-party code inside of a model: what it changes, and whether its calls are shared."""
 
 import gc
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -97,6 +98,12 @@ def replace_forward_before_accelerate(model: Any, kept: list[Tensor]) -> None:
     add_hook_to_module(model.layers[1].mlp, AlignDevicesHook())
 
 
+def replace_attention(model: Any, kept: list[Tensor]) -> None:
+    """By what attends to nothing, through no interface."""
+    attention = model.layers[1].self_attn
+    attention.forward = partial(lambda self, hidden_states, **given: (steered(hidden_states), None), attention)
+
+
 def replace_backbone(model: Any, kept: list[Tensor]) -> None:
     @wraps(Qwen3Model.forward)
     def forward(self: Qwen3Model, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +145,7 @@ THIRD_PARTY: dict[str, Hang] = {
     "gradients of rows": lambda model, kept: model.norm.register_full_backward_hook(partial(keep_norms, kept)),
     "a forward": replace_forward,
     "a forward before Accelerate's hook": replace_forward_before_accelerate,
+    "a forward of an attention": replace_attention,
     "a forward of the backbone": replace_backbone,
     "a hook of Accelerate's kind": lambda model, kept: add_hook_to_module(model.layers[1].mlp, Steering()),
     "a module": lambda model, kept: setattr(model.layers[1], "mlp", Around(model.layers[1].mlp)),
@@ -197,17 +205,17 @@ def test_what_is_refused_by_name(tiny_qwen3: Callable[..., Any], name: str) -> N
         score_completions(other, IDS.tolist(), [[[1]]] * len(IDS))
 
 
-@pytest.mark.parametrize("name", ["a forward of the backbone", "ids of the backbone", "output of the backbone"])
+OF_THE_BACKBONE = ["a forward of the backbone", "ids of the backbone", "output of the backbone"]
+
+
+@pytest.mark.parametrize("name", ["a forward of an attention", *OF_THE_BACKBONE])
 @pytest.mark.parametrize("before", [False, True])
-def test_a_batch_of_a_collator_for_a_bare_backbone_is_refused(
-    tiny_qwen3: Callable[..., Any], name: str, before: bool
-) -> None:
-    backbone = tiny_qwen3().model
-    for act in [lambda: THIRD_PARTY[name](backbone, []), lambda: share_prefixes(backbone)][:: 1 if before else -1]:
-        act()
+def test_a_bare_backbone_refuses_it_before_and_after(tiny_qwen3: Callable[..., Any], name: str, before: bool) -> None:
+    backbone = tiny_qwen3().model if before else share_prefixes(tiny_qwen3().model)
+    THIRD_PARTY[name](backbone, [])
     inputs = {key: value for key, value in batch().items() if not key.endswith("labels")}
     with pytest.raises(UserError, match=rf"\({__name__}.* would see the unique tokens"):
-        backbone(**inputs)
+        share_prefixes(backbone)(**inputs) if before else backbone(**inputs)
 
 
 @pytest.mark.parametrize("name", [*THIRD_PARTY, *HARMLESS])
@@ -218,15 +226,12 @@ def test_hooks(tiny_qwen3: Callable[..., Any], name: str) -> None:
 
 
 def test_a_lora_that_starts_from_activations_sees_every_token(tiny_qwen3: Callable[..., Any]) -> None:
-    """Hooks of PEFT, which may stay, but for those that read."""
+    """By hooks of PEFT, whose others may stay."""
     config = LoraConfig(init_lora_weights="eva", eva_config=EvaConfig(rho=1.0), r=2, target_modules=["up_proj"])
-    rows, found = [{"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}] * 3, []
-    for share in (lambda model: model, partial(share_prefixes, min_ratio=0.0)):
-        model = share(tiny_qwen3(use_cache=False))
-        found.append(get_eva_state_dict(model, rows, config, show_progress_bar=False))
-    assert sharing_report(model).num_shared == 0
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(start, found[1][name]) for name, start in found[0].items())
+    model = share_prefixes(tiny_qwen3(use_cache=False), min_ratio=0.0)
+    rows = [{"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}] * 3
+    assert get_eva_state_dict(model, rows, config, show_progress_bar=False)
+    assert sharing_report(model).num_shared == 0 and sum(sharing_report(model).not_shared.values()) > 0
 
 
 def test_an_observer_of_a_quantizer_sees_every_token(tiny_qwen3: Callable[..., Any]) -> None:
@@ -374,16 +379,18 @@ def test_an_object_cannot_be_declared_position_wise() -> None:
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_forward_of_a_recurrent_layer(tiny_hybrid: Callable[..., Any], before: bool) -> None:
-    found = []
-    for share in (lambda model: model, partial(share_prefixes, min_ratio=0.0)):
-        model = share(tiny_hybrid("Qwen3.5")) if not before else tiny_hybrid("Qwen3.5")
-        mixer = next(each for each in model.modules() if type(each).__name__.endswith("GatedDeltaNet"))
+    def replace(decoder: Any, kept: Any = None) -> None:
+        mixer = decoder.layers[0].linear_attn
         original = mixer.forward
-        mixer.forward = lambda *args, original=original, **kwargs: steered(original(*args, **kwargs))
-        model = share(model) if before else model
-        found.append(model(input_ids=IDS, labels=IDS, use_cache=False).loss)
-    assert torch.equal(*found)
-    assert sharing_report(model).num_shared == 0
+        mixer.forward = lambda *args, **kwargs: steered(original(*args, **kwargs))
+
+    def build() -> Any:
+        model = tiny_hybrid("Qwen3.5")
+        replace(model.model) if before else None
+        return model
+
+    is_same, report = both(build, (lambda *_: None) if before else replace)
+    assert is_same and report.num_shared == 0
 
 
 def capped(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -395,18 +402,15 @@ def capped(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Ten
 def test_an_experts_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is registered, and named by a setting that comes later."""
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "capped", capped)
-    found = []
-    for share in (lambda model: model, share_prefixes):
-        model = share(tiny_model("MixtralForCausalLM"))
-        model.config._experts_implementation = "capped"
-        found.append(model(input_ids=IDS, labels=IDS, use_cache=False).loss)
-    assert torch.equal(*found)
-    (reason,) = sharing_report(model).not_shared
-    assert "its experts_implementation" in reason and "capped" in reason
-    model = share_prefixes(tiny_model("MixtralForCausalLM"))
-    model.config._experts_implementation = "capped"
-    with pytest.raises(UserError, match=r"its experts_implementation .*capped"):
-        model(**batch())
+    refused = "its experts_implementation .*capped"
+    ordinary, shared, prepared = (tiny_model("MixtralForCausalLM") for _ in range(3))
+    share_prefixes(shared), share_prefixes(prepared)
+    for each in (ordinary, shared, prepared):
+        each.config._experts_implementation = "capped"
+    losses = [each(input_ids=IDS, labels=IDS, use_cache=False).loss for each in (ordinary, shared)]
+    assert torch.equal(*losses) and re.search(refused, str(sharing_report(shared)))
+    with pytest.raises(UserError, match=refused):
+        prepared(**batch())
 
 
 def of_class(patch: pytest.MonkeyPatch, name: str) -> None:
@@ -476,16 +480,15 @@ def test_a_layer_more_costs_no_call_of_python(tiny_qwen3: Callable[..., Any]) ->
     assert fewest[0] == fewest[1]
 
 
-def test_verdicts_keep_no_model(tiny_qwen3: Callable[..., Any]) -> None:
-    """Of a forward that holds the decoder, in a wrapper of torch."""
+def test_a_model_is_freed(tiny_qwen3: Callable[..., Any]) -> None:
+    """Verdicts keep none: here of a forward that holds the decoder, in a wrapper of torch."""
     model = share_prefixes(tiny_qwen3())
     decoder = model.model
     decoder.forward = MethodType(torch.autocast("cpu", enabled=False)(type(decoder).forward), decoder)
     for layer in decoder.layers:
         layer.mlp.forward = partial(type(layer.mlp).forward, layer.mlp)
-    ids = torch.tensor([[7, 8, 9], [7, 8, 10]])
-    model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    seen = ref(decoder)
+    model(input_ids=IDS), model(**batch())
+    parts = [ref(part) for part in (model, decoder, layer.self_attn)]
     del model, decoder, layer
     gc.collect()
-    assert seen() is None
+    assert [part() for part in parts] == [None, None, None]
