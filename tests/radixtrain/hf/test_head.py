@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from radixtrain import RadixCollator, share_prefixes
+from radixtrain import share_prefixes
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.head import has_plain_head, hidden_rows, logits_rows
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
-from tests.support import FULL, cases
+from tests.support import cases
 from tests.support.models import tiny_model
 
 DECODER = {"is_decoder": True}
@@ -103,17 +103,12 @@ def narrow(model: Any) -> None:
     model.lm_head.register_forward_pre_hook(lambda module, args: (args[0][..., :16],))
 
 
-def plus(model: Any, logits: Tensor) -> Tensor:
-    return logits + model.extra
-
-
 CHANGES_OF_LOGITS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "scaled": lambda model, logits: logits * 1.01,
     "capped": lambda model, logits: 1024 * torch.tanh(logits / 1024),  # a power of two changes no bit of a small logit
     "conditional": lambda model, logits: torch.where(logits.abs() > 50, logits / 2, logits),
-    "a bias": plus,
-    "a bias that is still zero": plus,
-    "a constant": plus,
+    "a constant": lambda model, logits: logits + 1e-3,
+    "a bias that is still zero": lambda model, logits: logits + model.extra,
 }
 
 
@@ -124,10 +119,8 @@ class TestMutations:
     @pytest.mark.parametrize("name", CHANGES_OF_LOGITS)
     def test_logits_are_changed(self, name: str, dtype: torch.dtype) -> None:
         model = build("Llama")
-        if name == "a constant":
-            model.register_buffer("extra", torch.full((64,), 1e-3))
-        elif "bias" in name:
-            model.extra = nn.Parameter(torch.full((64,), float(name == "a bias")))
+        if "bias" in name:
+            model.extra = nn.Parameter(torch.zeros(64))
 
         class Changed(type(model)):  # type: ignore[misc]
             def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,28 +191,17 @@ class TestTheModelIsLeftAsItWas:
         assert not ran and all(parameter.grad is None for parameter in model.parameters())
 
 
-class TestRows:
-    @pytest.mark.parametrize("name", cases(list(EVERY)[:-1], quick=["Llama", "BERT", "Granite, scaled"]))
-    def test_of_a_padded_batch(self, name: str) -> None:
-        """The logits of the rows that predict, and no other row goes through the head."""
-        model, batch, seen = build(name), PaddedCollator()(FEATURES), []
-        with float64_throughout(model):
-            expected = torch.cat([model(torch.tensor([f["input_ids"]])).logits[0, :-1] for f in FEATURES])
-            model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
-            logits = logits_rows(parts_of(model), inputs_of(batch))
-            assert logits.shape == expected.shape == (12, 64)
-            assert relative_error(logits, expected) <= BAR
-            assert [shape[:-1] for shape in seen] == [(1, 12)]
-            hidden = hidden_rows(parts_of(model), inputs_of(batch))
-            assert len(hidden) == 12
-            assert name not in PLAIN or relative_error(model.get_output_embeddings()(hidden), expected) <= BAR
-
-    @pytest.mark.parametrize("name", ["Llama", "BERT", pytest.param("ModernBERT-decoder", marks=FULL)])
-    def test_of_a_radix_batch(self, name: str) -> None:
-        model, batch = build(name), RadixCollator(merge_labels=True)(FEATURES)
-        with float64_throughout(model):
-            alone = torch.cat([model(torch.tensor([f["input_ids"]])).logits[0] for f in FEATURES])
-            logits = logits_rows(parts_of(share_prefixes(model)), inputs_of(batch))
-        expected = alone[batch["radix"].layout.gather_indices][batch["radix"].predictor_indices]
+@pytest.mark.parametrize("name", cases(list(EVERY)[:-1], quick=["Llama", "BERT", "Granite, scaled"]))
+def test_rows_of_a_padded_batch(name: str) -> None:
+    """The logits of the rows that predict, and no other row goes through the head. Losses: test_predicting_rows.py."""
+    model, batch, seen = build(name), PaddedCollator()(FEATURES), []
+    with float64_throughout(model):
+        expected = torch.cat([model(torch.tensor([f["input_ids"]])).logits[0, :-1] for f in FEATURES])
+        model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+        logits = logits_rows(parts_of(model), inputs_of(batch))
+        assert logits.shape == expected.shape == (12, 64)
         assert relative_error(logits, expected) <= BAR
-        assert len(hidden_rows(parts_of(model), inputs_of(batch))) == len(logits) < 12
+        assert [shape[:-1] for shape in seen] == [(1, 12)]
+        hidden = hidden_rows(parts_of(model), inputs_of(batch))
+        assert len(hidden) == 12
+        assert name not in PLAIN or relative_error(model.get_output_embeddings()(hidden), expected) <= BAR
