@@ -9,9 +9,9 @@ import torch
 from radixtrain import share_prefixes, step_losses
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.errors import UserError
-from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
 from tests.support.models import tiny_model
+from tests.support.steps import same
 
 PROMPT = [7, 8, 9, 10, 11, 12]
 FEATURES = [{"input_ids": [*PROMPT, n, 2, n + 1], "labels": [*PROMPT, n, 2, n + 1]} for n in range(13, 17)]
@@ -44,8 +44,7 @@ def test_other_ways_to_go_backward(tiny_qwen3: Callable[..., Any], arm: str) -> 
         model.gradient_checkpointing_enable({"use_reentrant": True})
     with float64_throughout(model):
         share_prefixes(model)
-        rung = compare_gradients("float64", truth, truth, gradients_of(model, terms))
-    assert rung.worst.radix <= 1e-12 and not rung.dead
+        assert not same(truth, gradients_of(model, terms)).dead
 
 
 def doubled(module: Any, given: Any, of_output: Any) -> Any:
@@ -82,26 +81,18 @@ def test_hooks_that_a_fused_head_would_not_run(tiny_qwen3: Callable[..., Any], n
     with float64_throughout(model):
         truth = gradients_of(model, ordinary)
         share_prefixes(model)
-        ours = gradients_of(model, lambda: step_losses(model, step_of()))
-        rung = compare_gradients("float64", truth, truth, ours)
-    assert rung.worst.radix <= 1e-12 and not rung.dead
+        assert not same(truth, gradients_of(model, lambda: step_losses(model, step_of()))).dead
 
 
-def with_adalora(model: Any) -> Any:
+def with_adapters(model: Any, kind: str, **settings: Any) -> Any:
     peft = pytest.importorskip("peft", reason="pip install peft")
-    return peft.get_peft_model(model, peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10))
+    return peft.get_peft_model(model, getattr(peft, kind)(**settings))
 
 
 def with_lora_and_a_hook(model: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    model = with_adapters(model, "LoraConfig", target_modules=["q_proj"])
     model.register_full_backward_hook(doubled)
     return model
-
-
-def with_learned_prompts(model: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    return peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
 
 
 def with_a_hook(model: Any) -> Any:
@@ -120,11 +111,14 @@ NOT_ITS_LOSS: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"adds a router loss \(output_router_logits=True\), .* set output_router_logits to False, or use the drop-in",
     ),
     "AdaLoRA": (
-        with_adalora,
+        lambda model: with_adapters(model, "AdaLoraConfig", target_modules=["q_proj"], total_step=10),
         r"adds a regularizer of AdaLoRA \(orth_reg_weight=0\.5\), .* set orth_reg_weight to 0\.0",
     ),
     "its own": (with_another_loss, r"has its own loss_function \(torch\.nn\.functional\)"),
-    "learned prompts": (with_learned_prompts, "PeftModelForCausalLM puts learned rows or keys before the tokens"),
+    "learned prompts": (
+        lambda model: with_adapters(model, "PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=2),
+        "PeftModelForCausalLM puts learned rows or keys before the tokens",
+    ),
     "a hook on the model": (with_a_hook, r"a hook on Qwen3ForCausalLM .*halved_logits\) would see the unique tokens"),
     "a hook on PEFT": (with_lora_and_a_hook, "calls the Qwen3ForCausalLM inside of PeftModel.*, so hooks on that"),
 }
