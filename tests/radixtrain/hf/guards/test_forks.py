@@ -158,17 +158,6 @@ def test_kernels(with_kernel: Any, why_whole: Any, precision: str, weights: str)
             setattr(kernel, which, lambda state: state)
 
 
-@pytest.mark.parametrize(("what", "is_said"), [("good", False), *((what, True) for what in BAD)])
-def test_every_kernel_is_exact(with_kernel: Any, caplog: pytest.LogCaptureFixture, what: str, is_said: bool) -> None:
-    """A bad one computes whole sequences, and a warning names the reason."""
-    model, kernel = with_kernel
-    truth = float64_truth(model, FEATURES)
-    if is_said:
-        kernel.reads = BAD[what][0]
-    assert_exact(share_prefixes(model), truth)
-    assert ("Qwen3_5TextModel computes every sequence from its first token on" in caplog.text) == is_said
-
-
 def test_weights_that_are_not_here(
     tiny_hybrid: Callable[..., Any], why_whole: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
