@@ -40,7 +40,8 @@ class TestClasses:
 
     def test_a_bare_backbone(self, tiny_qwen3):
         report = assert_same_gradient(tiny_qwen3().model, lambda model: model(**BATCH)[0][KEPT].sin().sum())
-        assert (report.num_shared, report.num_tokens, report.num_unique_tokens) == (1, 20, 9)
+        counts = report.num_shared, report.num_places, report.num_tokens, report.num_unique_tokens
+        assert counts == (1, 24, 20, 9) and report.plan_seconds > 0
 
     @pytest.mark.parametrize("model_class", ENCODERS.split())
     def test_an_encoder_shares_nothing(self, model_class):
