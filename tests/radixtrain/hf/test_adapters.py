@@ -36,6 +36,7 @@ PROMPT_OF_TOKENS = {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_toke
 QUICK = ("ADAPTION_PROMPT", "BOFT", "IA3", "LN_TUNING", "LORA", "OFT", "TRAINABLE_TOKENS")
 # The settings that each exact kind is tried with. Target modules are PROJECTIONS unless they are given.
 EXACT_CASES: dict[str, list[dict[str, Any]]] = {
+    **{kind: [{"r": 4}] for kind in ("DELORA", "HIRA", "LOHA", "PSOFT", "RANDLORA", "SHIRA", "VERA")},
     "ADALORA": [{"total_step": 10, "orth_reg_weight": 0.0}],  # `ordinary_one_by_one` knows no regularizer
     "ADAMSS": [{"r": 4, "num_subspaces": 2, "use_asa": True}, {"r": 4, "num_subspaces": 2, "use_dynamic_rank": True}],
     "ADAPTION_PROMPT": [{"adapter_len": 3, "adapter_layers": 2}],
@@ -43,16 +44,13 @@ EXACT_CASES: dict[str, list[dict[str, Any]]] = {
     "BOFT": [{"boft_block_size": 4}],
     "C3A": [{"block_size": 16}],
     "DEFT": [{"r": 4}, {"r": 4, "para": True}, {"r": 4, "decomposition_method": "qr"}],
-    "DELORA": [{"r": 4}],
     "FOURIERFT": [{"n_frequency": 20}],
     "FROD": [{"progressbar": False}],
     "GLORA": [{"r": 4}, {"config_A_B": "vector", "config_C": "none", "config_D_E": "vector"}],
     "GRALORA": [{"r": 4, "alpha": 4}, {"r": 4, "alpha": 4, "hybrid_r": 2}],
-    "HIRA": [{"r": 4}],
     "HRA": [{"r": 4}, {"r": 4, "apply_GS": True}],
     "IA3": [{"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}],
     "LN_TUNING": [{"target_modules": ["input_layernorm", "q_norm", "norm"]}],
-    "LOHA": [{"r": 4}],
     "LOKR": [{"r": 4}, {"r": 4, "decompose_both": True, "decompose_factor": 4}],
     "LORA": [
         {"r": 4, "use_rslora": True, "lora_bias": True},
@@ -76,16 +74,12 @@ EXACT_CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "OSF": [{"effective_rank": 4}],
     "PEANUT": [{"r": 4, "depth": 2}],
-    "PSOFT": [{"r": 4}],
-    "RANDLORA": [{"r": 4}],
     "ROAD": [{"group_size": 8, "variant": variant} for variant in ("road_1", "road_2", "road_4")],
-    "SHIRA": [{"r": 4}],
     "SUPERTUNING": [{"sparsity": 0.9}, {"sparsity": 0.9, "r": 4, "lora_alpha": 4}],
     "TINYLORA": [{"r": 2, "u": 4}, {"r": 2, "u": 4, **EMBEDDING}],
     "TRAINABLE_TOKENS": [{"token_indices": [7, 8], **EMBEDDING}],
     "UNILORA": [{"r": 4, "theta_d_length": 16}],
     "VBLORA": [{"r": 4, "num_vectors": 8, "vector_length": 16, "topk": 2}],
-    "VERA": [{"r": 4}],
     "WAVEFT": [{"n_frequency": 20}, {"n_frequency": 20, "use_idwt": False}],
 }
 EVERY_CASE = [(kind, settings) for kind, every in EXACT_CASES.items() for settings in every]

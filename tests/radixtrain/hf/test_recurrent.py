@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from radixtrain import share_prefixes, sharing_report, verify_equivalence
+from radixtrain import share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.modules import mixers_of
 from radixtrain.hf.recurrent import ForkedStates, arguments_by_name, cache_argument, run_on_tree, tree_runs
@@ -20,7 +20,7 @@ from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.runs import cheapest_runs
 from tests.support.batches import plan_of
-from tests.support.steps import FEATURES, ROWS, batch_of
+from tests.support.steps import FEATURES, batch_of
 
 
 class Sums(nn.Module):
@@ -140,14 +140,10 @@ class PassesNothingOn(nn.Module):
 @pytest.mark.usefixtures("hooks_that_may_stay")
 def test_a_layer_that_passes_nothing_on(tiny_hybrid: Callable[..., Any]) -> None:
     """Its mixer would read all unique rows as one sequence."""
-    model, other = tiny_hybrid("Qwen3.5"), share_prefixes(tiny_hybrid("Qwen3.5"))
-    for each in (model, other):
-        each.model.layers[0] = PassesNothingOn(each.model.layers[0])
+    model = share_prefixes(tiny_hybrid("Qwen3.5"))
+    model.model.layers[0] = PassesNothingOn(model.model.layers[0])
     with pytest.raises(UserError, match="computes a token from others"):
-        other(**batch_of())
-    ids = torch.tensor([row[:4] for row in ROWS])
-    assert torch.equal(other(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
-    assert not sharing_report(other).num_shared
+        model(**batch_of())
 
 
 class Protocol(nn.Module):

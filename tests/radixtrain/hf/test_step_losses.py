@@ -51,37 +51,9 @@ def doubled(module: Any, given: Any, of_output: Any) -> Any:
     return (given[0] * 2,)
 
 
-def halved_in_training(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return output / 2 if module.training else output
-
-
 def halved_logits(module: Any, args: Any, output: Any) -> Any:
     output.logits = output.logits / 2
     return output
-
-
-HOOKS: dict[str, Callable[[Any], Any]] = {
-    "on the head, backward": lambda model: model.lm_head.register_full_backward_hook(doubled),
-    "on the head, in train()": lambda model: model.lm_head.register_forward_hook(halved_in_training),
-    "on the model": lambda model: model.register_forward_hook(halved_logits),
-}
-
-
-@pytest.mark.usefixtures("hooks_that_may_stay")
-@pytest.mark.parametrize("name", HOOKS)
-def test_hooks_that_a_fused_head_would_not_run(tiny_qwen3: Callable[..., Any], name: str) -> None:
-    model = tiny_qwen3().train()
-    HOOKS[name](model)
-    ids = torch.tensor([row["input_ids"] for row in FEATURES])
-
-    def ordinary() -> Iterator[torch.Tensor]:
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        yield torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-
-    with float64_throughout(model):
-        truth = gradients_of(model, ordinary)
-        share_prefixes(model)
-        assert not same(truth, gradients_of(model, lambda: step_losses(model, step_of()))).dead
 
 
 def with_adapters(model: Any, kind: str, **settings: Any) -> Any:

@@ -1,6 +1,6 @@
 """Evaluation in Hugging Face's Trainer and TRL's: the loss is that of ordinary batches, other metrics are refused.
 
-Also what the refusal recommends: a trainer that evaluates on ordinary batches, `recipes/hf_trainer_metrics.py`.
+What the refusal recommends, metrics of ordinary batches: tests/claims/trainers/test_trl.py.
 Everything computes in float64.
 """
 
@@ -86,15 +86,7 @@ def ordinary() -> tuple[Any, Any]:
     return model(), DataCollatorForSeq2Seq(tokenizer())
 
 
-def metrics() -> dict[str, Any]:
-    from hf_trainer_metrics import compute_metrics
-
-    return {
-        "compute_metrics": compute_metrics,
-        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
-    }
-
-
+METRICS: dict[str, Any] = {"compute_metrics": lambda evaluated: {}}
 TRAINERS = pytest.mark.parametrize("make_trainer", [hugging_face, pytest.param(trl, marks=FULL)])
 
 
@@ -103,7 +95,7 @@ TRAINERS = pytest.mark.parametrize("make_trainer", [hugging_face, pytest.param(t
 def test_metrics_of_radix_batches_are_refused(tmp_path, make_trainer, how):
     """One row would be a batch: the tokens are counted correctly, the answers are not."""
     arguments = {"eval_strategy": "steps", "eval_steps": 1} if how == "train" else {}
-    trainer = make_trainer(*radix(), tmp_path, arguments=arguments, **({} if how == "predict" else metrics()))
+    trainer = make_trainer(*radix(), tmp_path, arguments=arguments, **({} if how == "predict" else METRICS))
     with pytest.raises(UserError, match=REFUSED):
         getattr(trainer, how)(*([trainer.eval_dataset] if how == "predict" else []))
     assert trainer.state.global_step == 0
@@ -112,9 +104,7 @@ def test_metrics_of_radix_batches_are_refused(tmp_path, make_trainer, how):
 def test_a_second_trainer_of_one_model_is_checked_before_it_trains(tmp_path):
     shared, collator = radix()
     hugging_face(shared, collator, tmp_path).train()
-    trainer = hugging_face(
-        shared, collator, tmp_path, arguments={"eval_strategy": "steps", "eval_steps": 2}, **metrics()
-    )
+    trainer = hugging_face(shared, collator, tmp_path, arguments={"eval_strategy": "steps", "eval_steps": 2}, **METRICS)
     with pytest.raises(UserError, match=REFUSED):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -132,8 +122,8 @@ def test_a_training_without_such_an_evaluation_runs(tmp_path, collator):
             self.data_collator = ordinary
             return loader
 
-    own = {"kind": OwnLoader, "arguments": {"eval_strategy": "epoch"}, **metrics()}
-    for given, more in ((collator, metrics()), (DataCollatorForSeq2Seq(tokenizer()), own)):
+    own = {"kind": OwnLoader, "arguments": {"eval_strategy": "epoch"}, **METRICS}
+    for given, more in ((collator, METRICS), (DataCollatorForSeq2Seq(tokenizer()), own)):
         trainer = hugging_face(share_prefixes(model()), given, tmp_path, **more)
         trainer.train()
         assert trainer.state.global_step == 4
@@ -159,41 +149,12 @@ class TestLossOnly:
 
     @TRAINERS
     def test_by_the_training_argument(self, tmp_path, make_trainer):
-        trainer = make_trainer(*radix(), tmp_path, arguments={"prediction_loss_only": True}, **metrics())
+        trainer = make_trainer(*radix(), tmp_path, arguments={"prediction_loss_only": True}, **METRICS)
         expected = make_trainer(*ordinary(), tmp_path).evaluate()["eval_loss"]
         predicted = trainer.predict(trainer.eval_dataset)
         assert predicted.predictions is None
         assert predicted.metrics["test_loss"] == pytest.approx(expected, rel=BAR)
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=BAR)
-
-
-class TestOrdinaryEvaluation:
-    """What the message recommends."""
-
-    @TRAINERS
-    def test_metrics_are_those_of_an_untouched_model(self, tmp_path, make_trainer):
-        """By the trainer of the recipe, while it trains and after it."""
-        from hf_trainer_metrics import OrdinaryEvaluation
-
-        kind, (prepared, collator) = OrdinaryEvaluation, radix()
-        if make_trainer is trl:
-            from trl import SFTTrainer
-
-            kind = type("OrdinaryEvaluation", (OrdinaryEvaluation, SFTTrainer), {})
-        arguments = {"eval_strategy": "steps", "eval_steps": 2}
-        trainer = make_trainer(prepared, collator, tmp_path, kind=kind, arguments=arguments, **metrics())
-        trainer.train()
-        assert trainer.data_collator is collator
-        assert sum("eval_exact_match" in entry for entry in trainer.state.log_history) == 2
-        untouched, ordinary_collator = ordinary()
-        untouched.load_state_dict(prepared.state_dict())
-        expected = make_trainer(untouched, ordinary_collator, tmp_path, **metrics()).predict(trainer.eval_dataset)
-        found = trainer.predict(trainer.eval_dataset)
-        for name in ("test_loss", "test_token_accuracy"):
-            assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=BAR)
-        np.testing.assert_array_equal(found.label_ids, expected.label_ids)
-        predicts = expected.label_ids[:, 1:] >= 0  # elsewhere may be padding
-        np.testing.assert_array_equal(found.predictions[:, :-1][predicts], expected.predictions[:, :-1][predicts])
 
 
 @pytest.mark.parametrize(("asked", "refused"), [(True, False), (False, True), (None, True)])

@@ -258,17 +258,11 @@ class TestState:
     def test_recorded(self):
         """What is shared depends on the tokens of one call, and the program that is recorded gets others."""
 
-        class Logits(torch.nn.Module):
-            def __init__(self, model: Any) -> None:
-                super().__init__()
-                self.model = model
-
-            def forward(self, ids: Tensor) -> Tensor:
-                return self.model(ids, use_cache=False).logits
-
         def call(model: Any) -> list[Tensor]:
+            model.eval().requires_grad_(False)
             with torch.no_grad():
-                recorded = torch.jit.trace(Logits(model.eval()), (IDS,), check_trace=False)
+                logits_of = lambda ids: model(ids, use_cache=False).logits  # noqa: E731
+                recorded = torch.jit.trace(logits_of, (IDS,), check_trace=False)
                 return [recorded(IDS), recorded(IDS.flip(1))]
 
         assert_untouched(qwen3, call, "torch.export or torch.jit.trace records the call, for other tokens too")
