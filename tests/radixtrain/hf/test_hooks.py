@@ -85,16 +85,12 @@ def set_later(path: str, value: object) -> Any:
 
 
 def cut(model):
-    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
-
-
-def cut_the_list_only(model):
     model.model.layers = model.model.layers[:1]
 
 
-def add(model, also=True):
+def add(model):
     model.model.layers.append(copy.deepcopy(model.model.layers[1]))
-    model.config.num_hidden_layers += also
+    model.config.num_hidden_layers += 1
 
 
 def add_to_gpt2(model):
@@ -122,8 +118,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], str | None]]
         lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.jit.script(torch.nn.SiLU())),
         "layers.0.mlp.act_fn.forward",
     ),
-    "cut": ("Qwen3ForCausalLM", {}, cut, None),
-    "cut, but not in the configuration": ("Qwen3ForCausalLM", {}, cut_the_list_only, None),
+    "cut, but not in the configuration": ("Qwen3ForCausalLM", {}, cut, None),
     "added": ("LlamaForCausalLM", {}, add, None),
     "added to GPT-2": ("GPT2LMHeadModel", {}, add_to_gpt2, None),
 }

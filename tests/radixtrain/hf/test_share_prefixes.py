@@ -66,13 +66,14 @@ class TestClasses:
     [
         ({"allow_dropout": "lora_dropout"}, "must be a list of names, got 'lora_dropout'"),
         ({"allow_dropout": None}, "must be a list of names, got None"),
-        ({"min_ratio": True}, "min_ratio must be a number from 0 on, got True"),
-        ({"min_ratio": "2"}, "min_ratio must be a number from 0 on, got '2'"),
-        ({"min_ratio": -1}, "min_ratio must be a number from 0 on, got -1"),
-        ({"min_ratio": float("nan")}, "min_ratio must be a number from 0 on, got nan"),
-        ({"min_shared_tokens": "auto"}, "min_shared_tokens must be a whole number from 1 on, got 'auto'"),
-        ({"min_shared_tokens": True}, "min_shared_tokens must be a whole number from 1 on, got True"),
-        ({"min_shared_tokens": 0}, "min_shared_tokens must be a whole number from 1 on, got 0"),
+        *(
+            ({"min_ratio": value}, f"min_ratio must be a number from 0 on, got {value!r}")
+            for value in (True, "2", -1, float("nan"))
+        ),
+        *(
+            ({"min_shared_tokens": value}, f"min_shared_tokens must be a whole number from 1 on, got {value!r}")
+            for value in ("auto", True, 0)
+        ),
         ({"attention": "ring"}, "attention must be auto, cascade, path, expand, reference, tree; got 'ring'"),
         ({"kernel": "cutlass"}, "kernel must be auto, torch, flash_attn, .*, eager; got 'cutlass'"),
         ({"kernel": "flash_attn"}, "kernel='flash_attn' cannot be used: needs CUDA"),
@@ -181,17 +182,16 @@ class TestHeadsThatAreReplaced:
 class TestHooksOfTheUser:
     def test_what_they_see(self, tiny_qwen3):
         """What they see in an untouched model: `[B, L]` and `[B, L, D]`. Those that come later: guards/test_code.py."""
-        seen: dict[str, tuple[int, ...]] = {}
+        model, seen = tiny_qwen3(), []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen[type(module).__name__] = tuple((args[0] if args else kwargs["input_ids"]).shape[:2])
+            seen.append((args[0] if args else kwargs["input_ids"]).shape)
 
-        model = tiny_qwen3()
-        model.model.register_forward_pre_hook(before, with_kwargs=True)
-        model.lm_head.register_forward_pre_hook(before, with_kwargs=True)
-        model.model.register_forward_hook(lambda *call: seen.update(after=call[-1].last_hidden_state.shape))
+        for module in (model.model, model.lm_head):
+            module.register_forward_pre_hook(before, with_kwargs=True)
+        model.model.register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state.shape))
         share_prefixes(model)(**BATCH)
-        assert seen == {"Qwen3Model": (4, 6), "after": (4, 6, 32), "Linear": (4, 6)}
+        assert seen == [(4, 6), (4, 6, 32), (4, 6, 32)]
         assert sharing_report(model).num_shared == 1
 
 

@@ -96,12 +96,6 @@ def mix(x: Tensor) -> Tensor:
     return x + x.roll(1, dims=-2)
 
 
-def a_function_on_an_instance(model: Any) -> None:
-    mlp = model.model.layers[0].mlp
-    activation = mlp._modules.pop("act_fn")
-    mlp.act_fn = lambda x: mix(activation(x))
-
-
 def another_activation(function: Callable[[Tensor], Tensor]) -> Change:
     def change(model: Any) -> None:
         mlp = model.model.layers[0].mlp
@@ -131,7 +125,7 @@ PUT_IN: dict[str, tuple[Change, str]] = {
     "an activation": (after_mlp(nn.Softplus), ""),
     "a bound forward": (replaced_forward(nn.Softmax(dim=1)), MIXES),
     "a bound forward that may stay": (replaced_forward(nn.Softplus()), ""),
-    "a function": (a_function_on_an_instance, MIXES),
+    "a function": (another_activation(lambda x: mix(nn.functional.silu(x))), MIXES),
     "a function of torch over tokens": (another_activation(partial(torch.softmax, dim=1)), MIXES),
     "another call": (another_call, MIXES),
     "an activation over tokens": (lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Softmax(dim=1)), MIXES),

@@ -23,17 +23,14 @@ def plan_of(rows: PaddedRows) -> PrefixPlan:
     return build_prefix_plan(rows.input_ids[rows.attended], rows.cu_seqlens, rows.attended_positions)
 
 
-class TestLiteral:
-    IDS, MASK = [[7, 8, 9, 0], [0, 7, 8, 5]], [[1, 1, 1, 0], [0, 1, 1, 1]]
-
-    def test_unique_rows_and_places(self):
-        """The table of its docstring."""
-        rows = read(self.IDS, self.MASK)
-        plan = plan_of(rows)
-        assert rows.input_ids[rows.attended][plan.gather_indices].tolist() == [7, 8, 5, 9]
-        assert rows.places(plan.inverse_indices, plan.num_rows).rows.tolist() == [[0, 1, 3, 4], [4, 0, 1, 2]]
-        assert rows.cu_seqlens.tolist() == [0, 3, 6]
-        assert (rows.is_left_padded, rows.has_holes, rows.is_packed, rows.max_position) == (True, False, False, 3)
+def test_unique_rows_and_places() -> None:
+    """The table of its docstring."""
+    rows = read([[7, 8, 9, 0], [0, 7, 8, 5]], [[1, 1, 1, 0], [0, 1, 1, 1]])
+    plan = plan_of(rows)
+    assert rows.input_ids[rows.attended][plan.gather_indices].tolist() == [7, 8, 5, 9]
+    assert rows.places(plan.inverse_indices, plan.num_rows).rows.tolist() == [[0, 1, 3, 4], [4, 0, 1, 2]]
+    assert rows.cu_seqlens.tolist() == [0, 3, 6]
+    assert (rows.is_left_padded, rows.has_holes, rows.is_packed, rows.max_position) == (True, False, False, 3)
 
 
 def test_ids_that_are_equal_only_in_their_lower_32_bits():
