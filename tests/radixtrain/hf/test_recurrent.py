@@ -4,7 +4,6 @@ That values and gradients are those of each sequence: tests/claims/equivalence/t
 the tree of its batch, also when activations are recomputed: tests/claims/recurrent.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.runs import cheapest_runs
 from tests.support.batches import plan_of
-from tests.support.steps import FEATURES, batch_of
+from tests.support.steps import FEATURES, Build, batch_of
 
 
 class Sums(nn.Module):
@@ -96,7 +95,7 @@ KINDS = ["linear_attention", "linear_attention", "full_attention"]
 
 @FORKS
 class TestInstalling:
-    def test_outside_of_a_layer(self, tiny_hybrid: Callable[..., Any]) -> None:
+    def test_outside_of_a_layer(self, tiny_hybrid: Build) -> None:
         """A model that is refused is as it was."""
         model = tiny_hybrid("Qwen3.5")
         before = model.config._attn_implementation
@@ -106,7 +105,7 @@ class TestInstalling:
         assert model.config._attn_implementation == before
         assert "forward" not in vars(model.model.front)
 
-    def test_two_layers_that_share_a_mixer(self, tiny_hybrid: Callable[..., Any]) -> None:
+    def test_two_layers_that_share_a_mixer(self, tiny_hybrid: Build) -> None:
         """In the second one it had no call, and read all unique rows as one sequence."""
         model = tiny_hybrid("Qwen3.5", num_hidden_layers=3, layer_types=KINDS)
         model.model.layers[1].linear_attn = model.model.layers[0].linear_attn
@@ -115,7 +114,7 @@ class TestInstalling:
 
 
 @FORKS
-def test_the_same_bits_every_time(tiny_hybrid: Callable[..., Any]) -> None:
+def test_the_same_bits_every_time(tiny_hybrid: Build) -> None:
     """Rows and states of several runs are added up in one order."""
     model = share_prefixes(tiny_hybrid("Qwen3.5"))
 
@@ -138,7 +137,7 @@ class PassesNothingOn(nn.Module):
 
 @FORKS
 @pytest.mark.usefixtures("hooks_that_may_stay")
-def test_a_layer_that_passes_nothing_on(tiny_hybrid: Callable[..., Any]) -> None:
+def test_a_layer_that_passes_nothing_on(tiny_hybrid: Build) -> None:
     """Its mixer would read all unique rows as one sequence."""
     model = share_prefixes(tiny_hybrid("Qwen3.5"))
     model.model.layers[0] = PassesNothingOn(model.model.layers[0])

@@ -11,7 +11,7 @@ from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
 from tests.support.models import tiny_model
-from tests.support.steps import same
+from tests.support.steps import Build, same
 
 PROMPT = [7, 8, 9, 10, 11, 12]
 FEATURES = [{"input_ids": [*PROMPT, n, 2, n + 1], "labels": [*PROMPT, n, 2, n + 1]} for n in range(13, 17)]
@@ -21,7 +21,7 @@ def step_of(max_tokens: int | None = 12) -> Step:
     return StepCollator(max_tokens=max_tokens)(FEATURES)
 
 
-def test_a_model_that_is_not_prepared_is_refused(tiny_qwen3: Callable[..., Any]) -> None:
+def test_a_model_that_is_not_prepared_is_refused(tiny_qwen3: Build) -> None:
     """Also beside one that is, after which no call is watched."""
     share_prefixes(tiny_qwen3())
     with pytest.raises(UserError, match="Qwen3ForCausalLM got a radix batch, but it is not shared"):
@@ -32,7 +32,7 @@ ARMS = ["one by one", "as a list", "their sum", "reentrant checkpoints"]
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_other_ways_to_go_backward(tiny_qwen3: Callable[..., Any], arm: str) -> None:
+def test_other_ways_to_go_backward(tiny_qwen3: Build, arm: str) -> None:
     model = tiny_qwen3()
     truth = float64_truth(model, FEATURES)
 
@@ -97,14 +97,14 @@ NOT_ITS_LOSS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", NOT_ITS_LOSS)
-def test_a_loss_that_is_more_than_the_cross_entropy_is_refused(tiny_qwen3: Callable[..., Any], name: str) -> None:
+def test_a_loss_that_is_more_than_the_cross_entropy_is_refused(tiny_qwen3: Build, name: str) -> None:
     change, message = NOT_ITS_LOSS[name]
     model = share_prefixes(change(tiny_qwen3()))
     with pytest.raises(UserError, match=message):
         next(step_losses(model, step_of(max_tokens=None)))
 
 
-def test_a_wrapper_of_ranks_is_refused_with_what_to_do(tiny_qwen3: Callable[..., Any]) -> None:
+def test_a_wrapper_of_ranks_is_refused_with_what_to_do(tiny_qwen3: Build) -> None:
     wrapped = torch.nn.DataParallel(share_prefixes(tiny_qwen3()))
     with pytest.raises(TypeError, match=r"got DataParallel: give it the model inside .*, and average each \.grad"):
         next(step_losses(wrapped, step_of()))

@@ -44,24 +44,8 @@ def rows() -> list[dict[str, list[int]]]:
     return [{"input_ids": PROMPT + answer, "labels": [-100] * len(PROMPT) + answer} for answer in answers]
 
 
-def hugging_face(*given: Any, **options: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
-
-    return trainer_of(Trainer, TrainingArguments, rows(), *given, **options)
-
-
-def trl(*given: Any, arguments: Any = None, **options: Any) -> Any:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    arguments = {"max_length": None, **(arguments or {})}
-    return trainer_of(SFTTrainer, SFTConfig, Dataset.from_list(rows()), *given, arguments=arguments, **options)
-
-
 def trainer_of(
-    trainer_class: Any,
-    config: Any,
-    data: Any,
+    library: str,
     model: nn.Module,
     collator: Any,
     folder: Path,
@@ -69,11 +53,21 @@ def trainer_of(
     arguments: Any = None,
     **others: Any,
 ) -> Any:
-    """kind: another class than the trainer's own."""
+    """library: TRL or transformers. kind: another class than the library's own."""
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+    from trl import SFTConfig, SFTTrainer
+
+    is_trl = library == "TRL"
     own = {"max_steps": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-5, **(arguments or {})}
+    config = (
+        SFTConfig(**settings(folder, max_length=None, **own))
+        if is_trl
+        else TrainingArguments(**settings(folder, **own))
+    )
+    data = Dataset.from_list(rows()) if is_trl else rows()
     given = {"data_collator": collator, "processing_class": tokenizer(), **others}
-    args = config(**settings(folder, **own))
-    return (kind or trainer_class)(model, args, train_dataset=data, eval_dataset=data, **given)
+    return (kind or (SFTTrainer if is_trl else Trainer))(model, config, train_dataset=data, eval_dataset=data, **given)
 
 
 def radix() -> tuple[Any, Any]:
@@ -87,15 +81,15 @@ def ordinary() -> tuple[Any, Any]:
 
 
 METRICS: dict[str, Any] = {"compute_metrics": lambda evaluated: {}}
-TRAINERS = pytest.mark.parametrize("make_trainer", [hugging_face, pytest.param(trl, marks=FULL)])
+TRAINERS = pytest.mark.parametrize("library", ["transformers", pytest.param("TRL", marks=FULL)])
 
 
 @TRAINERS
 @pytest.mark.parametrize("how", ["evaluate", "train", "predict"])
-def test_metrics_of_radix_batches_are_refused(tmp_path, make_trainer, how):
+def test_metrics_of_radix_batches_are_refused(tmp_path, library, how):
     """One row would be a batch: the tokens are counted correctly, the answers are not."""
     arguments = {"eval_strategy": "steps", "eval_steps": 1} if how == "train" else {}
-    trainer = make_trainer(*radix(), tmp_path, arguments=arguments, **({} if how == "predict" else METRICS))
+    trainer = trainer_of(library, *radix(), tmp_path, arguments=arguments, **({} if how == "predict" else METRICS))
     with pytest.raises(UserError, match=REFUSED):
         getattr(trainer, how)(*([trainer.eval_dataset] if how == "predict" else []))
     assert trainer.state.global_step == 0
@@ -103,8 +97,10 @@ def test_metrics_of_radix_batches_are_refused(tmp_path, make_trainer, how):
 
 def test_a_second_trainer_of_one_model_is_checked_before_it_trains(tmp_path):
     shared, collator = radix()
-    hugging_face(shared, collator, tmp_path).train()
-    trainer = hugging_face(shared, collator, tmp_path, arguments={"eval_strategy": "steps", "eval_steps": 2}, **METRICS)
+    trainer_of("transformers", shared, collator, tmp_path).train()
+    trainer = trainer_of(
+        "transformers", shared, collator, tmp_path, arguments={"eval_strategy": "steps", "eval_steps": 2}, **METRICS
+    )
     with pytest.raises(UserError, match=REFUSED):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -124,32 +120,32 @@ def test_a_training_without_such_an_evaluation_runs(tmp_path, collator):
 
     own = {"kind": OwnLoader, "arguments": {"eval_strategy": "epoch"}, **METRICS}
     for given, more in ((collator, METRICS), (DataCollatorForSeq2Seq(tokenizer()), own)):
-        trainer = hugging_face(share_prefixes(model()), given, tmp_path, **more)
+        trainer = trainer_of("transformers", share_prefixes(model()), given, tmp_path, **more)
         trainer.train()
         assert trainer.state.global_step == 4
 
 
 class TestLossOnly:
     @TRAINERS
-    def test_is_that_of_ordinary_batches(self, tmp_path, make_trainer):
+    def test_is_that_of_ordinary_batches(self, tmp_path, library):
         """In training and after it; TRL's own metrics too, except its count of tokens, which are the unique ones."""
         logs = []
         for arm in (radix, ordinary):
-            trainer = make_trainer(*arm(), tmp_path, arguments={"eval_strategy": "steps", "eval_steps": 2})
+            trainer = trainer_of(library, *arm(), tmp_path, arguments={"eval_strategy": "steps", "eval_steps": 2})
             trainer.train()
             trainer.evaluate()
             logs.append([entry for entry in trainer.state.log_history if "eval_loss" in entry])
-        names = ["eval_loss", *(("eval_entropy", "eval_mean_token_accuracy") if make_trainer is trl else ())]
+        names = ["eval_loss", *(("eval_entropy", "eval_mean_token_accuracy") if library == "TRL" else ())]
         found, expected = ([[entry[name] for name in names] for entry in entries] for entries in logs)
         np.testing.assert_allclose(found, expected, rtol=BAR)
         assert len(found) == 3
-        if make_trainer is trl:
+        if library == "TRL":
             assert 0 < logs[0][-1]["eval_num_tokens"] < 0.6 * logs[1][-1]["eval_num_tokens"], "unique tokens"
 
     @TRAINERS
-    def test_by_the_training_argument(self, tmp_path, make_trainer):
-        trainer = make_trainer(*radix(), tmp_path, arguments={"prediction_loss_only": True}, **METRICS)
-        expected = make_trainer(*ordinary(), tmp_path).evaluate()["eval_loss"]
+    def test_by_the_training_argument(self, tmp_path, library):
+        trainer = trainer_of(library, *radix(), tmp_path, arguments={"prediction_loss_only": True}, **METRICS)
+        expected = trainer_of(library, *ordinary(), tmp_path).evaluate()["eval_loss"]
         predicted = trainer.predict(trainer.eval_dataset)
         assert predicted.predictions is None
         assert predicted.metrics["test_loss"] == pytest.approx(expected, rel=BAR)
@@ -165,7 +161,7 @@ def test_the_innermost_prediction_step_decides(tmp_path, asked, refused):
         def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: Any, ignore_keys: Any = None):
             return super().prediction_step(model, inputs, asked, ignore_keys)
 
-    trainer = hugging_face(*radix(), tmp_path, kind=Own)
+    trainer = trainer_of("transformers", *radix(), tmp_path, kind=Own)
     if refused:
         with pytest.raises(UserError, match=r"^Own uses the logits"):
             trainer.evaluate()

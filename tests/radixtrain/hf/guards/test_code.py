@@ -40,6 +40,7 @@ from radixtrain.hf.guards.code import code_in
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 from tests.support.models import tiny_model
+from tests.support.steps import Build
 
 IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 1, 3], [7, 8, 9, 4, 5]])
 Hang = Callable[[Any, list[Tensor]], object]
@@ -195,7 +196,7 @@ def both(
 
 
 @pytest.mark.parametrize("name", THIRD_PARTY)
-def test_what_is_refused_by_name(tiny_qwen3: Callable[..., Any], name: str) -> None:
+def test_what_is_refused_by_name(tiny_qwen3: Build, name: str) -> None:
     """A batch of a collator, and generation."""
     refused = rf"\({__name__}.* would see the unique tokens"
     model, other = share_prefixes(tiny_qwen3()), tiny_qwen3().eval()
@@ -215,7 +216,7 @@ OF_THE_BACKBONE = ["a forward of the backbone", "ids of the backbone", "output o
 
 @pytest.mark.parametrize("name", ["a forward of an attention", *OF_THE_BACKBONE])
 @pytest.mark.parametrize("before", [False, True])
-def test_a_bare_backbone_refuses_it_before_and_after(tiny_qwen3: Callable[..., Any], name: str, before: bool) -> None:
+def test_a_bare_backbone_refuses_it_before_and_after(tiny_qwen3: Build, name: str, before: bool) -> None:
     backbone = tiny_qwen3().model if before else share_prefixes(tiny_qwen3().model)
     THIRD_PARTY[name](backbone, [])
     inputs = {key: value for key, value in batch().items() if not key.endswith("labels")}
@@ -224,13 +225,13 @@ def test_a_bare_backbone_refuses_it_before_and_after(tiny_qwen3: Callable[..., A
 
 
 @pytest.mark.parametrize("name", [*THIRD_PARTY, *HARMLESS])
-def test_hooks(tiny_qwen3: Callable[..., Any], name: str) -> None:
+def test_hooks(tiny_qwen3: Build, name: str) -> None:
     is_same, report = both(tiny_qwen3, (THIRD_PARTY | HARMLESS)[name])
     assert is_same and report.num_shared == 1 + (name in HARMLESS)
     assert all(f"({__name__}" in reason and "would see the unique tokens" in reason for reason in report.not_shared)
 
 
-def test_a_lora_that_starts_from_activations_sees_every_token(tiny_qwen3: Callable[..., Any]) -> None:
+def test_a_lora_that_starts_from_activations_sees_every_token(tiny_qwen3: Build) -> None:
     """By hooks of PEFT, whose others may stay."""
     config = LoraConfig(init_lora_weights="eva", eva_config=EvaConfig(rho=1.0), r=2, target_modules=["up_proj"])
     model = share_prefixes(tiny_qwen3(use_cache=False), min_ratio=0.0)
@@ -239,7 +240,7 @@ def test_a_lora_that_starts_from_activations_sees_every_token(tiny_qwen3: Callab
     assert sharing_report(model).num_shared == 0 and sum(sharing_report(model).not_shared.values()) > 0
 
 
-def test_an_observer_of_a_quantizer_sees_every_token(tiny_qwen3: Callable[..., Any]) -> None:
+def test_an_observer_of_a_quantizer_sees_every_token(tiny_qwen3: Build) -> None:
     """A hook of torch, whose others may stay."""
     model = share_prefixes(tiny_qwen3(), min_ratio=0.0)
     layer = model.model.layers[0].mlp
@@ -251,7 +252,7 @@ def test_an_observer_of_a_quantizer_sees_every_token(tiny_qwen3: Callable[..., A
 
 
 @pytest.mark.parametrize("place", ["", "lm_head"])
-def test_generation_is_refused_with_a_hook_around_the_backbone(tiny_qwen3: Callable[..., Any], place: str) -> None:
+def test_generation_is_refused_with_a_hook_around_the_backbone(tiny_qwen3: Build, place: str) -> None:
     model = tiny_qwen3().eval()
     model.get_submodule(place).register_forward_hook(lambda module, args, output: None)
     with pytest.raises(UserError, match=r"would see the unique tokens.* use model\.generate"):
@@ -279,7 +280,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_modes(tiny_qwen3: Callable[..., Any], name: str) -> None:
+def test_modes(tiny_qwen3: Build, name: str) -> None:
     mode, is_known = MODES[name], name.startswith("torch's")
     is_same, report = both(tiny_qwen3, lambda *_: None, mode)
     assert is_same and report.num_shared == 2 * is_known
@@ -288,7 +289,7 @@ def test_modes(tiny_qwen3: Callable[..., Any], name: str) -> None:
         generate(tiny_qwen3(), IDS, max_new_tokens=1)
 
 
-def test_a_model_of_ones_own(tiny_qwen3: Callable[..., Any]) -> None:
+def test_a_model_of_ones_own(tiny_qwen3: Build) -> None:
     """Modules of its package are part of it, and tried; a `forward` on an instance is not."""
     model = tiny_qwen3()
     model.__class__ = type("Own", (type(model),), {"__module__": __name__})
@@ -320,7 +321,7 @@ POSITION_WISE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", POSITION_WISE)
-def test_code_declared_position_wise_is_shared(tiny_qwen3: Callable[..., Any], name: str) -> None:
+def test_code_declared_position_wise_is_shared(tiny_qwen3: Build, name: str) -> None:
     """By the user, who knows; a wrapper of it is other code."""
     is_same, report = both(tiny_qwen3, lambda model, kept: POSITION_WISE[name](model.layers[1].mlp))
     assert is_same and report.num_shared == 2
@@ -337,7 +338,7 @@ def hook_of(edit: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return lambda module, args, output: edit(output)
 
 
-def test_a_declaration_is_of_one_function(tiny_qwen3: Callable[..., Any]) -> None:
+def test_a_declaration_is_of_one_function(tiny_qwen3: Build) -> None:
     """Not of another one with the same code; and it counts from the next call on."""
     model, twin = share_prefixes(tiny_qwen3(), min_ratio=0.0), hook_of(double)
 
@@ -351,9 +352,7 @@ def test_a_declaration_is_of_one_function(tiny_qwen3: Callable[..., Any]) -> Non
     assert num_shared(position_wise(twin)) == 2
 
 
-def test_a_function_at_the_address_of_another_is_another(
-    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_at_the_address_of_another_is_another(tiny_qwen3: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPython gives an address anew at once."""
     model, original = share_prefixes(tiny_qwen3(), min_ratio=0.0), Qwen3MLP.forward
 
@@ -379,7 +378,7 @@ def test_an_object_cannot_be_declared_position_wise() -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_forward_of_a_recurrent_layer(tiny_hybrid: Callable[..., Any], before: bool) -> None:
+def test_a_forward_of_a_recurrent_layer(tiny_hybrid: Build, before: bool) -> None:
     def replace(decoder: Any, kept: Any = None) -> None:
         mixer = decoder.layers[0].linear_attn
         original = mixer.forward
@@ -432,9 +431,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_between_two_calls_is_seen(
-    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_change_between_two_calls_is_seen(tiny_qwen3: Build, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """And that it is gone."""
     models = [tiny_qwen3(), share_prefixes(tiny_qwen3(), min_ratio=0.0)]
     report = sharing_report(models[1])
@@ -459,7 +456,7 @@ def calls_of_python(run: Callable[[], object]) -> int:
     return len(calls)
 
 
-def test_a_layer_more_costs_no_call_of_python(tiny_qwen3: Callable[..., Any]) -> None:
+def test_a_layer_more_costs_no_call_of_python(tiny_qwen3: Build) -> None:
     """Every pass looks at every module."""
     fewest = []
     for number in (2, 6):
@@ -469,7 +466,7 @@ def test_a_layer_more_costs_no_call_of_python(tiny_qwen3: Callable[..., Any]) ->
     assert fewest[0] == fewest[1]
 
 
-def test_a_model_is_freed(tiny_qwen3: Callable[..., Any]) -> None:
+def test_a_model_is_freed(tiny_qwen3: Build) -> None:
     """Verdicts keep none: here of a forward that holds the decoder, in a wrapper of torch."""
     model = share_prefixes(tiny_qwen3())
     decoder = model.model

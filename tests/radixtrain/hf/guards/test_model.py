@@ -24,6 +24,7 @@ from radixtrain.hf.guards import model as probe
 from radixtrain.hf.share import leave_refused_calls
 from radixtrain.testing import relative_error
 from tests.support.models import tiny_model
+from tests.support.steps import Build
 
 WIDTH = 32
 IDS = torch.tensor([[7, 8, 9, 1, 2, 4, 8], [7, 8, 9, 1, 3, 7, 7], [7, 8, 9, 4, 5, 7, 2]])
@@ -169,7 +170,7 @@ def check_collated(prepared: Any, reason: str, expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("is_early", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("name", PUT_IN)
-def test_code_that_is_put_in(tiny_qwen3: Callable[..., Any], name: str, is_early: bool) -> None:
+def test_code_that_is_put_in(tiny_qwen3: Build, name: str, is_early: bool) -> None:
     """Before a model is shared, or after it has run."""
     change, reason = PUT_IN[name]
     runs_on_the_tree = is_early and name == "a mixer of another family"
@@ -196,7 +197,7 @@ def test_code_that_is_put_in(tiny_qwen3: Callable[..., Any], name: str, is_early
 
 
 @pytest.mark.parametrize("name", ["a method that torch calls", "a bound forward", "a softmax over columns"])
-def test_generation(tiny_qwen3: Callable[..., Any], name: str) -> None:
+def test_generation(tiny_qwen3: Build, name: str) -> None:
     model, (change, reason) = tiny_qwen3(), PUT_IN[name]
     change(model)
     for use, way_out in (
@@ -207,7 +208,7 @@ def test_generation(tiny_qwen3: Callable[..., Any], name: str) -> None:
             use()
 
 
-def test_functions_of_the_file(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_the_file(tiny_qwen3: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the model's file and torch name may be replaced; the code is judged when a call comes."""
     shared, rotary = share_prefixes(tiny_qwen3()), modeling_qwen3.apply_rotary_pos_emb
     rsqrt = torch.rsqrt
@@ -223,7 +224,7 @@ def test_functions_of_the_file(tiny_qwen3: Callable[..., Any], monkeypatch: pyte
         assert sharing_report(shared).num_shared == 1
 
 
-def test_threads(tiny_qwen3: Callable[..., Any]) -> None:
+def test_threads(tiny_qwen3: Build) -> None:
     """One tries a model while others call it."""
     model = tiny_qwen3()
     after_mlp(nn.Softplus)(model)
@@ -249,7 +250,7 @@ HEADS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_by_what_it_does(tiny_qwen3: Callable[..., Any], name: str) -> None:
+def test_a_head_by_what_it_does(tiny_qwen3: Build, name: str) -> None:
     """It gets only the rows that predict in a radix batch, and every token at its place in a padded one."""
     put_around, reason = HEADS[name]
     ordinary, shared, prepared = (tiny_qwen3(tie_word_embeddings=False) for _ in range(3))
@@ -261,7 +262,7 @@ def test_a_head_by_what_it_does(tiny_qwen3: Callable[..., Any], name: str) -> No
     check_collated(share_prefixes(prepared), reason, expected)
 
 
-def test_a_setting_that_changes(tiny_qwen3: Callable[..., Any]) -> None:
+def test_a_setting_that_changes(tiny_qwen3: Build) -> None:
     model, softmax = share_prefixes(tiny_qwen3()), nn.Softmax(dim=-1)
     after_mlp(lambda: softmax)(model)
     for dim in (-1, 1, -1):
@@ -278,7 +279,7 @@ def draw_and_count(module: Any, x: Tensor) -> Tensor:
     return x + drawn + torch.rand((), generator=module.generator)
 
 
-def test_it_leaves_no_trace(tiny_qwen3: Callable[..., Any]) -> None:
+def test_it_leaves_no_trace(tiny_qwen3: Build) -> None:
     model = tiny_qwen3()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     drawing: Any = conv(draw_and_count)
@@ -354,7 +355,7 @@ def test_a_layer_that_is_left_out_seldom_is_refused() -> None:
             of_calls(model)
 
 
-def test_it_is_tried_once_in_each_mode(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_tried_once_in_each_mode(tiny_qwen3: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first call that would be shared, not when the model is given."""
     tries: list[int] = []
     tried = probe._tried
@@ -369,7 +370,7 @@ def test_it_is_tried_once_in_each_mode(tiny_qwen3: Callable[..., Any], monkeypat
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_it_names_the_first_layer_that_differs(tiny_qwen3: Callable[..., Any], dtype: torch.dtype) -> None:
+def test_it_names_the_first_layer_that_differs(tiny_qwen3: Build, dtype: torch.dtype) -> None:
     """The model's own code, by a wrong scale in each layer but the first."""
     model = share_prefixes(tiny_qwen3(num_hidden_layers=3, layer_types=["full_attention"] * 3).to(dtype))
     with pytest.MonkeyPatch.context() as patch:
@@ -387,7 +388,7 @@ def test_it_names_the_first_layer_that_differs(tiny_qwen3: Callable[..., Any], d
     )
 
 
-def test_weights_that_are_not_here(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_not_here(tiny_qwen3: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with ZeRO-3 or FSDP: the rules and the count of layers decide, and foreign code is refused."""
     monkeypatch.setattr(probe, "_is_whole", lambda decoder: False)
     model = share_prefixes(tiny_qwen3())
