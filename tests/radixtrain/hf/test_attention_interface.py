@@ -180,12 +180,11 @@ def test_a_configuration_of_one_layer(tiny_qwen3):
 def test_under_autocast_in_the_dtype_of_the_ordinary_call(tiny_qwen3, weights):
     """Autocast leaves float64 as it is. The probe asks as well."""
     model, asked = tiny_qwen3().to(weights), []
+    layer = model.model.layers[0].self_attn.o_proj
+    layer.register_forward_pre_hook(lambda module, args: asked.append(args[0].dtype))
     for share in (nn.Module.train, share_prefixes):
-        layer = share(model).model.layers[0].self_attn.o_proj
-        handle = layer.register_forward_pre_hook(lambda module, args: asked.append(args[0].dtype))
         with torch.autocast("cpu", torch.bfloat16):
-            model(input_ids=IDS, use_cache=False).logits.sum().backward()
-        handle.remove()
+            share(model)(input_ids=IDS, use_cache=False).logits.sum().backward()
     assert len(asked) == 5 and {*asked} == {torch.float64 if weights == torch.float64 else torch.bfloat16}
 
 

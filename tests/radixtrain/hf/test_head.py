@@ -15,6 +15,7 @@ from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.head import has_plain_head, logits_rows
+from radixtrain.hf.predicting_rows import inputs_of
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 from tests.support import cases
@@ -50,10 +51,6 @@ BAR = 1e-12
 def build(name: str) -> Any:
     model_class, settings = EVERY[name]
     return tiny_model(model_class, **settings).eval()
-
-
-def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in batch.items() if "label" not in name and "weights" not in name}
 
 
 class TestWhichIsPlain:

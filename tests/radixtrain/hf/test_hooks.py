@@ -148,14 +148,6 @@ def test_what_was_changed_afterwards(model_class, settings, change, reason):
             prepared(**collated())
 
 
-def test_a_recurrent_layer_that_was_added(tiny_hybrid):
-    """Its state would run from one row into the next."""
-    model, other = share_prefixes(tiny_hybrid("LFM2")), tiny_hybrid("LFM2", 1)
-    model.model.layers[1], model.config.layer_types = other.model.layers[0], ["conv", "conv"]
-    model(**PADDED, use_cache=False)
-    assert "has got further recurrent layers" in next(iter(sharing_report(model).not_shared))
-
-
 def test_what_was_put_back(tiny_qwen3):
     model = share_prefixes(tiny_qwen3())
     for value in (False, True):

@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3ForSequenceClassification
 
-from radixtrain import generate, share_prefixes, sharing_report
+from radixtrain import generate, share_prefixes
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import relative_error
-from radixtrain.verification.oracle import float64_throughout
 from tests.support import cases
 from tests.support.batches import padded
 from tests.support.models import tiny_hybrid, tiny_qwen3
-from tests.support.steps import FEATURES, PROMPT, ROWS, batch_of
+from tests.support.steps import FEATURES, PROMPT, ROWS, assert_same_gradient, batch_of
 
 # Without the probe: its trial would meet the hooks here, which wait for another call, before the call itself does.
 pytestmark = pytest.mark.usefixtures("hooks_that_may_stay", "free_forks", "without_the_trial")
@@ -190,17 +189,10 @@ def test_two_models_around_one_backbone(tiny_qwen3: Callable[..., Any]) -> None:
     value: Any = Qwen3ForSequenceClassification(config).double()
     value.model = policy.model
 
-    def gradient() -> Tensor:
-        loss = policy(**GROUP, **LABELS, use_cache=False).loss + value(**GROUP, use_cache=False).logits.square().sum()
-        loss.backward()
-        weights = [*policy.parameters(), *value.score.parameters()]
-        flat = torch.cat([weight.grad.flatten() for weight in weights])
-        policy.zero_grad(), value.zero_grad()
-        return flat
+    def loss_of(policy: Any) -> Tensor:
+        labelled = policy(**GROUP, **LABELS, use_cache=False).loss
+        return labelled + value(**GROUP, use_cache=False).logits.square().sum()
 
-    with float64_throughout(policy):
-        expected = gradient()
-        share_prefixes(policy)
-        assert relative_error(gradient(), expected) <= BAR and sharing_report(policy).num_shared == 2
-    with pytest.raises(UserError, match="shared already"):
+    assert assert_same_gradient(policy, loss_of).num_shared == 2
+    with pytest.raises(UserError, match="Qwen3Model is shared already, alone or inside another model"):
         share_prefixes(value)
