@@ -23,7 +23,7 @@ from radixtrain.hf.attention_interface import radix_attention
 from radixtrain.hf.windows import no_mask
 from tests.support import FULL, cases
 from tests.support.models import PASSED_ON, tiny_model
-from tests.support.steps import FEATURES
+from tests.support.steps import FEATURES, same_step
 
 
 @pytest.mark.parametrize("v_head_dim", cases([1, 3, 12, 13, 20], quick=[3, 20]))
@@ -31,8 +31,7 @@ from tests.support.steps import FEATURES
 def test_values_of_another_head_dim(attention, v_head_dim):
     """Queries have 12: scores are scaled by theirs, whatever is padded. Other families: tests/claims/equivalence."""
     model = tiny_model("DeepseekV3ForCausalLM", v_head_dim=v_head_dim)
-    report = verify_equivalence(model, FEATURES, attention=attention, precisions=["float64"])
-    assert report["float64"].worst.radix <= 1e-12 and report.conclusive, str(report)
+    same_step(model, FEATURES, lambda model: [model(**RadixCollator()(FEATURES)).loss], attention=attention)
 
 
 def test_sinks_that_do_not_reach_the_attention_function(tiny_qwen3):

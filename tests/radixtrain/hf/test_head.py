@@ -103,6 +103,21 @@ def narrow(model: Any) -> None:
     model.lm_head.register_forward_pre_hook(lambda module, args: (args[0][..., :16],))
 
 
+def with_forward(model: Any, forward: Callable[..., Any]) -> Any:
+    model.__class__ = type("Odd", (type(model),), {"forward": forward})
+    return model
+
+
+def of_logits(change: Callable[[Any, Tensor], Tensor]) -> Callable[..., Any]:
+    """A forward whose logits are changed."""
+
+    def forward(self: Any, input_ids: Tensor) -> Any:
+        output = super(type(self), self).forward(input_ids)
+        return type(output)(logits=change(self, output.logits))
+
+    return forward
+
+
 CHANGES_OF_LOGITS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "scaled": lambda model, logits: logits * 1.01,
     "capped": lambda model, logits: 1024 * torch.tanh(logits / 1024),  # a power of two changes no bit of a small logit
@@ -121,15 +136,7 @@ class TestMutations:
         model = build("Llama")
         if "bias" in name:
             model.extra = nn.Parameter(torch.zeros(64))
-
-        class Changed(type(model)):  # type: ignore[misc]
-            def forward(self, *args: Any, **kwargs: Any) -> Any:
-                output = super().forward(*args, **kwargs)
-                output.logits = CHANGES_OF_LOGITS[name](self, output.logits)
-                return output
-
-        model.__class__ = Changed
-        assert not has_plain_head(model.to(dtype))
+        assert not has_plain_head(with_forward(model, of_logits(CHANGES_OF_LOGITS[name])).to(dtype))
 
     @pytest.mark.parametrize("change", [*HOOKED, tanh_first, quantized, narrow])
     def test_the_head_is_changed(self, change: Callable[[Any], None]) -> None:
@@ -150,29 +157,17 @@ def of_images(self: Any, input_ids: Tensor, images: Tensor) -> Any:
     raise NotImplementedError
 
 
-def of_the_last_row(self: Any, input_ids: Tensor) -> Any:
-    output = super(type(self), self).forward(input_ids)
-    return type(output)(logits=output.logits[:, -1:])
-
-
-def summed(self: Any, input_ids: Tensor) -> Any:
-    output = super(type(self), self).forward(input_ids)
-    return type(output)(logits=output.logits.cumsum(1))
-
-
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
         (of_images, r"^Odd computes no logits from input_ids only \(TypeError: .*'images'"),
-        (of_the_last_row, r"makes logits \[1, 1, 64\] of 3 hidden rows"),
-        (summed, "gives a hidden row other logits if other rows are next to it"),
+        (of_logits(lambda model, logits: logits[:, -1:]), r"makes logits \[1, 1, 64\] of 3 hidden rows"),
+        (of_logits(lambda model, logits: logits.cumsum(1)), "gives a hidden row other logits if other rows are next"),
     ],
 )
 def test_refused(forward: Callable[..., Any], message: str) -> None:
-    model = build("Llama")
-    model.__class__ = type("Odd", (type(model),), {"forward": forward})
     with pytest.raises(UserError, match=message):
-        has_plain_head(model)
+        has_plain_head(with_forward(build("Llama"), forward))
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -114,12 +114,10 @@ BFLOAT16, FLOAT16 = SAID.format("bfloat16", "0.20"), SAID.format("float16", "0.0
 
 
 @pytest.fixture
-def in_a_new_process(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def in_a_new_process(caplog: pytest.LogCaptureFixture) -> None:
     """As in a new process."""
     _warn.cache_clear()
     caplog.set_level(logging.WARNING, logger="radixtrain")
-    yield
-    _warn.cache_clear()
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

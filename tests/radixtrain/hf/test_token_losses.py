@@ -84,7 +84,6 @@ REFUSED: dict[str, Callable[[Any], Tensor]] = {
     "after the model's": lambda model: after(model(**BATCH)),
     "beside another batch": lambda model: model(**BATCH).loss + per_row(model(**BATCH).logits),
     "rows of zip": in_parts(lambda x: [each[None] for each in x]),
-    "rows of split": in_parts(lambda x: x.split(1)),
     "rows, weighted by their loss": in_parts(lambda x: [each[None] for each in x], weigh=True),
     "the first row": in_parts(lambda x: [x[:1]]),
     "two chunks": in_parts(lambda x: [each.contiguous() for each in x.chunk(2, 1)]),
@@ -152,7 +151,6 @@ SAME: dict[str, Callable[[Any, Batch], Tensor]] = {
     "of a part of a step": lambda model, batch: model(**batch, num_items_in_batch=9).loss / 4 * 1024,
     "TRL": lambda model, batch: of_trl(model, batch).loss,
     "TRL, a mean for each row": lambda model, batch: mean_of_rows(of_trl(model, batch)),
-    "TRL, the sum of each row": lambda model, batch: -of_trl(model, batch).log_probs.sum(-1).mean(),
     "TRL, the mean of DFT": lambda model, batch: (
         lambda found: -(found.log_probs * found.log_probs.exp().detach()).sum() / found.label_mask.sum()
     )(of_trl(model, batch)),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from radixtrain import share_prefixes, sharing_report
@@ -34,16 +35,10 @@ def replica() -> Any:
     return model
 
 
-def tensors_of(output: Any) -> list[Tensor]:
-    entries = output.to_tuple() if hasattr(output, "to_tuple") else output
-    flat = (each for entry in entries for each in (entry if isinstance(entry, tuple) else (entry,)))
-    return [each for each in flat if isinstance(each, Tensor)]
-
-
 def assert_untouched(make: Callable[[], Any], call: Callable[[Any], Any], reason: str | None) -> SharingReport:
     """The same bits as the untouched model, and one call counted under the reason."""
     untouched, shared = make(), share_prefixes(make())
-    expected, found = tensors_of(call(untouched)), tensors_of(call(shared))
+    expected, found = (list(filter(torch.is_tensor, tree_leaves(call(model)))) for model in (untouched, shared))
     assert len(expected) == len(found) > 0
     assert all(map(torch.equal, expected, found))
     report = sharing_report(shared)
@@ -312,9 +307,7 @@ class TestShared:
     def test_masks_and_rows_that_are_cut_inside(self, model_class, window, keep):
         model = tiny_model(model_class, **SHARED_KEYS, sliding_window=window)
         ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 4], [7, 8, 5, 3, 4]])
-
-        def loss(model: Any) -> Tensor:
-            return model(input_ids=ids, logits_to_keep=keep, use_cache=False).logits.square().mean()
-
-        report = assert_same_gradient(model, loss)
+        report = assert_same_gradient(
+            model, lambda model: model(input_ids=ids, logits_to_keep=keep, use_cache=False).logits.square().mean()
+        )
         assert (report.num_shared, dict(report.not_shared)) == (1, {})
