@@ -59,7 +59,6 @@ EXACT_CASES: dict[str, list[dict[str, Any]]] = {
         {"r": 4, "use_bdlora": BLOCKS},
         {"r": 4, "kasa_config": {}},
         {"r": 4, "velora_config": {"num_groups": 4, "init_type": "random"}},
-        {"r": 4, "init_lora_weights": "pissa"},
         {"r": 4, "modules_to_save": ["lm_head"]},
         {"r": 4, "trainable_token_indices": [7, 8]},
         {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"]},
@@ -105,18 +104,14 @@ REFUSED_CASES: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 MONTE_CARLO = {"num_samples": 2, "buffer_size": 3, "sample_scaler": 0.1}
 AVERAGES = f"{GRADIENT}|leaves another state in a module"  # which averages, if it adds nothing yet
-LAST = {"num_groups": 4, "init_type": "batch_average_once"}
 REFUSED_SETTINGS = [
     ("LORA", {"r": 4, "alora_invocation_tokens": [8, 9]}, r"alora_invocation_tokens=\[8, 9\]"),
     ("LORA", {"r": 4, "layer_replication": [(0, 2), (1, 2)]}, "cannot be tried"),
     ("LORA", {"r": 4, "velora_config": {"num_groups": 4}}, AVERAGES),
-    ("LORA", {"r": 4, "velora_config": LAST}, AVERAGES),
     ("LORA", {"r": 4, "monteclora_config": MONTE_CARLO}, DRAWS),
     ("BOFT", {"boft_block_size": 4, "boft_dropout": 0.5}, DRAWS),
     ("LOHA", {"r": 4, "rank_dropout": 0.5}, rf"{DRAWS} \(layers.*rank_dropout=0.5\)"),
     ("LOHA", {"r": 4, "module_dropout": 0.5}, rf"{DRAWS} \(layers.*module_dropout=0.5\)"),
-    ("LOKR", {"r": 4, "rank_dropout": 0.5}, DRAWS),
-    ("LOKR", {"r": 4, "module_dropout": 0.5}, DRAWS),
 ]
 
 

@@ -39,10 +39,10 @@ LABELS = {"labels": GROUP["input_ids"].masked_fill(GROUP["attention_mask"] == 0,
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "Qwen3": lambda: share_prefixes(tiny_qwen3().double().eval()),
+    "untouched": lambda: tiny_qwen3().double().eval(),
+    "Qwen3": lambda: share_prefixes(MODELS["untouched"]()),
     "LFM2": lambda: share_prefixes(tiny_hybrid("LFM2").double().eval()),
     "Qwen3.5": lambda: share_prefixes(tiny_hybrid("Qwen3.5").double().eval()),
-    "untouched": lambda: tiny_qwen3().double().eval(),
 }
 CALLS: dict[str, Callable[[Any], Tensor]] = {
     "shared": lambda model: model(**GROUP, use_cache=False).logits[GROUP["attention_mask"].bool()],

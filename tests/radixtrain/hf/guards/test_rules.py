@@ -13,11 +13,6 @@ from radixtrain.errors import UserError
 from tests.support.models import tiny_model
 from tests.support.steps import assert_same_gradient, same_step
 
-N = -100
-FEATURES = [
-    {"input_ids": [7, 8, 9, 1, 2], "labels": [N, N, N, 1, 2]},
-    {"input_ids": [7, 8, 9, 3], "labels": [N] * 3 + [3]},
-]
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
     {"rope_type": "dynamic_mine", "factor": 2.0, "rope_theta": 1e4},  # of one's own, named as transformers asks
@@ -40,7 +35,9 @@ def test_frequencies_that_follow_the_largest_position(tiny_qwen3, rope, monkeypa
     model = share_prefixes(deepcopy(ordinary))
 
     def batch(first: int) -> dict[str, Any]:
-        return RadixCollator()([{**f, "position_ids": range(first, first + len(f["input_ids"]))} for f in FEATURES])
+        rows = [[7, 8, 9, 1, 2], [7, 8, 9, 3]]
+        features = [{"input_ids": row, "position_ids": range(first, first + len(row))} for row in rows]
+        return RadixCollator(loss_on_all=True)(features)
 
     assert model(**batch(limit - 5)).loss.isfinite()
     message = (
