@@ -54,7 +54,7 @@ class TestTheWarningThatNothingWasShared:
     ) -> None:
         """Also if it shared less than its padding."""
         for sharing in (RadixCollator()(SHARED), RadixCollator(pad_to_multiple_of=64)(SHARED)):
-            run(share_prefixes(model), batch, NUM_CALLS - 1)
+            run(share_prefixes(model), batch, NUM_CALLS - 2)
             run(model, sharing, 1)
             run(model, batch, 2 * NUM_CALLS)
         assert not caplog.records
