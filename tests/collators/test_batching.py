@@ -7,11 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.collators.batching import (
-    cut_by_padded_tokens,
-    share_by_padded_tokens,
-    share_by_unique_tokens,
-)
+from radixtrain.collators.batching import share_by_padded_tokens, share_by_unique_tokens
 from radixtrain.testing import ragged_batches
 
 BUDGETS = st.sampled_from([1, 3, 6, 10, 20, 1000, None])
@@ -23,6 +19,10 @@ def arrays(sequences):
 
 def cut_by_unique_tokens(sequences, max_tokens):
     return share_by_unique_tokens(sequences, 1, max_tokens).groups[0]
+
+
+def cut_by_padded_tokens(sequences, max_tokens):
+    return share_by_padded_tokens(sequences, 1, max_tokens).groups[0]
 
 
 def num_unique(sequences):

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from radixtrain.hf import pictures
 from radixtrain.hf.padded import causes
 from radixtrain.hf.padded.causes import Causes
-from radixtrain.tree.blocks import BlockLayout
+from radixtrain.tree import layout
 from tests.support import cases
 from tests.support.batches import KINDS, ROWS, Row, image_batch_of
 from tests.support.trainers import check_padded
@@ -134,9 +134,13 @@ OF_IMAGES: dict[str, tuple[Any, ...]] = {
 }
 OF_BLOCKS: dict[str, tuple[Any, ...]] = {
     "blocks in parts": (causes, "_whole_blocks", lambda real, codes, blocks: np.minimum(blocks, 0)),
-    "images of neighbouring rows are one": (BlockLayout, "of", lambda real, blocks: real(np.minimum(blocks, 0))),
+    "images of neighbouring rows are one": (
+        layout,
+        "reversed_blocks",
+        lambda real, blocks: real(np.minimum(blocks, 0)),
+    ),
     "without the last row": (
-        *(BlockLayout, "of"),
+        *(layout, "reversed_blocks"),
         lambda real, blocks: real(np.where(blocks == np.roll(blocks, -1), blocks, -1)),
     ),
     "in every layer": (

@@ -15,7 +15,7 @@ import radixtrain.hf.attention_interface
 from radixtrain import RadixCollator, restore_model, verify_equivalence
 from radixtrain.attention import tree_attention
 from radixtrain.kernels import merge_attention
-from radixtrain.kernels.merge_attention import Route, attention_in_pieces
+from radixtrain.kernels.merge_attention import Route, route_forward
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import with_radix
 from radixtrain.verification.equivalence import verify_arms
@@ -174,7 +174,7 @@ def test_the_log_sum_exp_of_a_piece_in_the_backward(
 
     def of_the_first(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, route: Route) -> Any:
         first = route._replace(pieces=route.pieces[:1])
-        return exact(dout, q, k, v, *attention_in_pieces(q, k, v, None, first), route)
+        return exact(dout, q, k, v, *route_forward(q, k, v, None, first), route)
 
     monkeypatch.setattr(merge_attention, "_backward_in_pieces", of_the_first)
     report = verdict(tiny_qwen3(), attention="cascade")

@@ -16,7 +16,7 @@ from torch import Tensor
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.padded import causes
-from radixtrain.hf.padded.places import PaddedRows, Places
+from radixtrain.hf.padded.places import PaddedIds, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.layout import TreeLayout
@@ -86,15 +86,15 @@ def test_memory_at_padding_that_nothing_was_written_to(monkeypatch: pytest.Monke
 
 def test_rows_that_all_start_in_the_first_column(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if padding stood on the right only."""
-    places = PaddedRows.places
+    places = PaddedIds.places
 
-    def on_the_left(self: PaddedRows, row_of_token: Any, num_rows: int) -> Places:
+    def on_the_left(self: PaddedIds, row_of_token: Any, num_rows: int) -> Places:
         found, wrong = places(self, row_of_token, num_rows), np.full(self.attended.shape, num_rows)
         for row, kept in enumerate(self.attended):
             wrong[row, : kept.sum()] = found.rows[row, kept]
         return replace(found, rows=wrong)
 
-    monkeypatch.setattr(PaddedRows, "places", on_the_left)
+    monkeypatch.setattr(PaddedIds, "places", on_the_left)
     assert_caught()
 
 
@@ -121,16 +121,16 @@ def test_a_head_with_the_rows_of_the_batch_before(monkeypatch: pytest.MonkeyPatc
 def test_positions_that_count_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotary embeddings see only distances, so it is sharing that shows it; learned positions give other numbers."""
 
-    def columns(self: PaddedRows) -> Any:
+    def columns(self: PaddedIds) -> Any:
         return np.broadcast_to(np.arange(self.attended.shape[1]), self.attended.shape)[self.attended]
 
-    monkeypatch.setattr(PaddedRows, "attended_positions", property(columns))
+    monkeypatch.setattr(PaddedIds, "attended_positions", property(columns))
     for name, positions in [("Qwen3", None), ("Qwen3", "mask"), ("GPT-2", "mask"), ("GPT-2", "offset")]:
         assert_caught(name, positions)
 
 
 def test_positions_that_are_given_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PaddedRows, "attended_positions", property(lambda self: None))
+    monkeypatch.setattr(PaddedIds, "attended_positions", property(lambda self: None))
     assert_caught("GPT-2", "offset")
     assert_caught("Qwen3", "jumps")
 
@@ -143,15 +143,15 @@ def test_learned_positions_that_do_not_count_padding(monkeypatch: pytest.MonkeyP
 
 def test_tokens_that_are_shared_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token of one branch stands for the one in its column, whatever came before."""
-    places = PaddedRows.places
+    places = PaddedIds.places
 
-    def by_column(self: PaddedRows, row_of_token: Any, num_rows: int) -> Places:
+    def by_column(self: PaddedIds, row_of_token: Any, num_rows: int) -> Places:
         found = places(self, row_of_token, num_rows)
         same = self.input_ids[1:] == self.input_ids[:1]
         found.rows[1:] = np.where(same & self.attended[1:] & self.attended[:1], found.rows[:1], found.rows[1:])
         return found
 
-    monkeypatch.setattr(PaddedRows, "places", by_column)
+    monkeypatch.setattr(PaddedIds, "places", by_column)
     assert_caught(positions="jumps")
 
 
@@ -180,7 +180,7 @@ def test_a_group_leak(monkeypatch: pytest.MonkeyPatch, ends_of: Callable[[Any], 
 
 
 def test_packed_sequences_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PaddedRows, "cu_seqlens", property(lambda self: np.array([0, self.attended.sum()])))
+    monkeypatch.setattr(PaddedIds, "cu_seqlens", property(lambda self: np.array([0, self.attended.sum()])))
     assert_caught()
 
 

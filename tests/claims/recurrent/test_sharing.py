@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from radixtrain import restore_model, share_prefixes
-from radixtrain.hf.modules import mixers_of
+from radixtrain.hf.backbone import mixers_of
 from radixtrain.verification.oracle import float64_throughout, float64_truth
 from tests.support.batches import padded
 from tests.support.steps import FEATURES, ONE_KIND, ROWS, Build, assert_exact, batch_of, mixers_in

@@ -84,6 +84,18 @@ def set_later(path: str, value: object) -> Any:
     return lambda model: setattr(attrgetter(owner)(model) if owner else model, name, value)
 
 
+def another_attention(model):
+    attention = model.model.layers[1].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = "eager"
+
+
+def drop_in_gpt2(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2
+
+
 def cut(model):
     model.model.layers = model.model.layers[:1]
 
@@ -109,6 +121,21 @@ CHANGES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], str | None]]
         set_later("model.layers.0.self_attn.is_causal", False),
         "Qwen3Attention of layer 0 is not causal",
     ),
+    "another attention in one layer": (
+        "Qwen3ForCausalLM",
+        {},
+        another_attention,
+        "layers.1.self_attn has attn_implementation 'eager', and its decoder 'sdpa'",
+    ),
+    "another attention": ("Qwen3ForCausalLM", {}, lambda model: model.set_attn_implementation("eager"), None),
+    "dropout in one layer": (
+        "Qwen3ForCausalLM",
+        {},
+        set_later("model.layers.1.self_attn.attention_dropout", 0.1),
+        "Qwen3Attention of layer 1 requests attention dropout 0.1",
+    ),
+    "dropout": ("GPT2LMHeadModel", {}, drop_in_gpt2, "GPT2Attention of layer 0 requests attention dropout 0.2"),
+    "another scale": ("Qwen3ForCausalLM", {}, set_later("model.layers.0.self_attn.scaling", 0.7), None),
     "sinks": ("GptOssForCausalLM", {}, set_later("config._attn_implementation", "sdpa"), "has sinks"),
     "an indexer": ("Qwen3ForCausalLM", {}, set_later("config.index_topk", 2), "has sparse attention"),
     "chunks": ("BertLMHeadModel", DECODER, set_later("bert.encoder.layer.0.chunk_size_feed_forward", 6), "=6, into"),
@@ -125,6 +152,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], str | None]]
 
 
 def gradients(model: Any, batch: dict[str, Any]) -> Gradients:
+    torch.manual_seed(0)
     with float64_throughout(model):
         return gradients_of(model, lambda: [model(**batch, use_cache=False).loss])
 
@@ -134,12 +162,14 @@ def test_what_was_changed_afterwards(model_class, settings, change, reason):
     """Hugging Face reads most settings in every call, and runs the layers that it finds then."""
     untouched, shared, prepared = (tiny_model(model_class, **settings) for _ in range(3))
     share_prefixes(shared), share_prefixes(prepared)
-    for model in (untouched, shared, prepared):
+    for model, batch in ((untouched, PADDED), (shared, PADDED), (prepared, collated())):
+        with float64_throughout(model):
+            model(**batch, use_cache=False)
         change(model)
     truth = gradients(untouched, PADDED)
     same(truth, gradients(shared, PADDED))
     report = sharing_report(shared)
-    assert report.num_shared == (reason is None)
+    assert report.num_shared == 1 + (reason is None)
     if reason is None:
         same(truth, gradients(prepared, collated()))
     else:

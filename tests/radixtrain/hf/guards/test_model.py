@@ -367,6 +367,12 @@ def test_it_is_tried_once_in_each_mode(tiny_qwen3: Build, monkeypatch: pytest.Mo
         of_calls(model)
     of_calls_without_gradients(model)
     assert len(tries) == 2 and sharing_report(model).num_shared == 3
+    for _ in range(3):  # as trainers do around each generation
+        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_disable()
+        model.gradient_checkpointing_enable()
+        of_calls(model)
+    assert len(tries) == 3 and sharing_report(model).num_shared == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
