@@ -1,6 +1,5 @@
 """The attention of one layer, as Hugging Face calls it: values of another width, and what is missing in a call."""
 
-import copy
 import functools
 import re
 from contextlib import nullcontext
@@ -159,19 +158,6 @@ def test_a_forward_of_transformers_that_does_not_attend(is_whole, tiny_qwen3, mo
     reason = "in 1 of 2 layers of Qwen3Model: the others attended without the tree"
     with pytest.raises(UserError if is_whole else RuntimeError, match=reason):
         model(**RadixCollator()(FEATURES))
-
-
-def test_a_configuration_of_one_layer(tiny_qwen3):
-    """The layer gets the mask of another implementation than it calls."""
-    model, shared = tiny_qwen3(), share_prefixes(tiny_qwen3())
-    for each in (model, shared):
-        attention = each.model.layers[0].self_attn
-        attention.config = copy.deepcopy(attention.config)
-        attention.config._attn_implementation = "eager"
-    logits = [each(input_ids=IDS, use_cache=False).logits for each in (model, shared)]
-    assert torch.equal(*logits) and not sharing_report(shared).num_shared
-    with pytest.raises(UserError, match=r"layers\.0\.self_attn has attn_implementation 'eager'"):
-        share_prefixes(model)(**RadixCollator()(FEATURES))
 
 
 @pytest.mark.usefixtures("hooks_that_may_stay")

@@ -1,7 +1,5 @@
 """`share_prefixes`: what modifies attention is not lost, and no radix batch runs on another attention."""
 
-import copy
-
 import pytest
 
 from radixtrain import RadixCollator, share_prefixes, verify_equivalence
@@ -11,7 +9,7 @@ from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.guards.model import Verdict
 from tests.support.models import EAGER, tiny_model
-from tests.support.steps import BAR, FEATURES
+from tests.support.steps import FEATURES
 
 # A soft-cap that these small scores reach.
 MODIFIED = {"Gemma2": {"attn_logit_softcapping": 0.5, **EAGER}, "GptOss": {}, "Mistral": {}}
@@ -39,12 +37,7 @@ def test_a_lost_modifier_is_caught(family, lost, monkeypatch):
 
 
 class TestNeverOnAnotherAttention:
-    """In `test_attention_interface.py`: a layer that does not attend."""
-
-    def test_switched_after_preparing(self, tiny_qwen3):
-        model = copy.deepcopy(share_prefixes(tiny_qwen3()))
-        model.set_attn_implementation("eager")
-        assert error_of(model) <= BAR
+    """A layer that does not attend: test_attention_interface.py. One that is switched: test_hooks.py."""
 
     def test_never_prepared(self, tiny_qwen3):
         """Not even without the watch for such models, whether another model was prepared or not."""
