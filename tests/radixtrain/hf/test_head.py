@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from radixtrain import RadixCollator, share_prefixes
+from radixtrain import share_prefixes
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.head import has_plain_head, hidden_rows, logits_rows
+from radixtrain.hf.head import has_plain_head, logits_rows
+from radixtrain.hf.predicting_rows import inputs_of
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
-from tests.support import FULL, cases
+from tests.support import cases
 from tests.support.models import tiny_model
 
 DECODER = {"is_decoder": True}
@@ -52,10 +53,6 @@ def build(name: str) -> Any:
     return tiny_model(model_class, **settings).eval()
 
 
-def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in batch.items() if "label" not in name and "weights" not in name}
-
-
 class TestWhichIsPlain:
     @pytest.mark.parametrize("name", EVERY)
     def test_one_matrix_or_more(self, name: str) -> None:
@@ -85,8 +82,11 @@ class TestWhichIsPlain:
         assert [record.getMessage() for record in caplog.records] == [line]
 
 
-def hooked(model: Any) -> None:
-    model.lm_head.register_forward_hook(lambda module, args, output: output / 2)
+HOOKED: list[Callable[[Any], Any]] = [
+    lambda model: model.lm_head.register_forward_hook(lambda *_: None),
+    lambda model: model.lm_head.register_full_backward_hook(lambda *_: None),
+    lambda model: model.register_forward_hook(lambda *_: None),
+]
 
 
 def tanh_first(model: Any) -> None:
@@ -103,17 +103,27 @@ def narrow(model: Any) -> None:
     model.lm_head.register_forward_pre_hook(lambda module, args: (args[0][..., :16],))
 
 
-def plus(model: Any, logits: Tensor) -> Tensor:
-    return logits + model.extra
+def with_forward(model: Any, forward: Callable[..., Any]) -> Any:
+    model.__class__ = type("Odd", (type(model),), {"forward": forward})
+    return model
+
+
+def of_logits(change: Callable[[Any, Tensor], Tensor]) -> Callable[..., Any]:
+    """A forward whose logits are changed."""
+
+    def forward(self: Any, input_ids: Tensor) -> Any:
+        output = super(type(self), self).forward(input_ids)
+        return type(output)(logits=change(self, output.logits))
+
+    return forward
 
 
 CHANGES_OF_LOGITS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "scaled": lambda model, logits: logits * 1.01,
     "capped": lambda model, logits: 1024 * torch.tanh(logits / 1024),  # a power of two changes no bit of a small logit
     "conditional": lambda model, logits: torch.where(logits.abs() > 50, logits / 2, logits),
-    "a bias": plus,
-    "a bias that is still zero": plus,
-    "a constant": plus,
+    "a constant": lambda model, logits: logits + 1e-3,
+    "a bias that is still zero": lambda model, logits: logits + model.extra,
 }
 
 
@@ -124,21 +134,11 @@ class TestMutations:
     @pytest.mark.parametrize("name", CHANGES_OF_LOGITS)
     def test_logits_are_changed(self, name: str, dtype: torch.dtype) -> None:
         model = build("Llama")
-        if name == "a constant":
-            model.register_buffer("extra", torch.full((64,), 1e-3))
-        elif "bias" in name:
-            model.extra = nn.Parameter(torch.full((64,), float(name == "a bias")))
+        if "bias" in name:
+            model.extra = nn.Parameter(torch.zeros(64))
+        assert not has_plain_head(with_forward(model, of_logits(CHANGES_OF_LOGITS[name])).to(dtype))
 
-        class Changed(type(model)):  # type: ignore[misc]
-            def forward(self, *args: Any, **kwargs: Any) -> Any:
-                output = super().forward(*args, **kwargs)
-                output.logits = CHANGES_OF_LOGITS[name](self, output.logits)
-                return output
-
-        model.__class__ = Changed
-        assert not has_plain_head(model.to(dtype))
-
-    @pytest.mark.parametrize("change", [hooked, tanh_first, quantized, narrow], ids=lambda change: change.__name__)
+    @pytest.mark.parametrize("change", [*HOOKED, tanh_first, quantized, narrow])
     def test_the_head_is_changed(self, change: Callable[[Any], None]) -> None:
         model = build("Llama")
         change(model)
@@ -157,69 +157,42 @@ def of_images(self: Any, input_ids: Tensor, images: Tensor) -> Any:
     raise NotImplementedError
 
 
-def of_the_last_row(self: Any, input_ids: Tensor) -> Any:
-    output = super(type(self), self).forward(input_ids)
-    return type(output)(logits=output.logits[:, -1:])
-
-
-def summed(self: Any, input_ids: Tensor) -> Any:
-    output = super(type(self), self).forward(input_ids)
-    return type(output)(logits=output.logits.cumsum(1))
-
-
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
         (of_images, r"^Odd computes no logits from input_ids only \(TypeError: .*'images'"),
-        (of_the_last_row, r"makes logits \[1, 1, 64\] of 3 hidden rows"),
-        (summed, "gives a hidden row other logits if other rows are next to it"),
+        (of_logits(lambda model, logits: logits[:, -1:]), r"makes logits \[1, 1, 64\] of 3 hidden rows"),
+        (of_logits(lambda model, logits: logits.cumsum(1)), "gives a hidden row other logits if other rows are next"),
     ],
 )
 def test_refused(forward: Callable[..., Any], message: str) -> None:
-    model = build("Llama")
-    model.__class__ = type("Odd", (type(model),), {"forward": forward})
     with pytest.raises(UserError, match=message):
-        has_plain_head(model)
+        has_plain_head(with_forward(build("Llama"), forward))
 
 
-class TestTheModelIsLeftAsItWas:
-    @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
-    def test_measured(self, mode: Any) -> None:
-        model = share_prefixes(build("Llama").train())
-        model.model.norm.eval()
-        modes, random = [module.training for module in model.modules()], torch.get_rng_state()
-        ran = []
-        model.model.layers[0].register_forward_hook(lambda *_: ran.append(1))
-        with mode():
-            assert has_plain_head(model)
-        assert [module.training for module in model.modules()] == modes
-        assert torch.equal(torch.get_rng_state(), random)
-        assert "forward" not in vars(model.model)
-        assert not ran and all(parameter.grad is None for parameter in model.parameters())
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_the_model_is_left_as_it_was(mode: Any) -> None:
+    """And none of its layers runs."""
+    model, ran = share_prefixes(build("Llama").train()), []
+    model.model.norm.eval()
+    model.model.layers[0].register_forward_hook(lambda *_: ran.append(1))
+    modes, random = [module.training for module in model.modules()], torch.get_rng_state()
+    with mode():
+        assert has_plain_head(model)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random)
+    assert "forward" not in vars(model.model)
+    assert not ran and all(parameter.grad is None for parameter in model.parameters())
 
 
-class TestRows:
-    @pytest.mark.parametrize("name", cases(list(EVERY)[:-1], quick=["Llama", "BERT", "Granite, scaled"]))
-    def test_of_a_padded_batch(self, name: str) -> None:
-        """The logits of the rows that predict, and no other row goes through the head."""
-        model, batch, seen = build(name), PaddedCollator()(FEATURES), []
-        with float64_throughout(model):
-            expected = torch.cat([model(torch.tensor([f["input_ids"]])).logits[0, :-1] for f in FEATURES])
-            model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
-            logits = logits_rows(parts_of(model), inputs_of(batch))
-            assert logits.shape == expected.shape == (12, 64)
-            assert relative_error(logits, expected) <= BAR
-            assert [shape[:-1] for shape in seen] == [(1, 12)]
-            hidden = hidden_rows(parts_of(model), inputs_of(batch))
-            assert len(hidden) == 12
-            assert name not in PLAIN or relative_error(model.get_output_embeddings()(hidden), expected) <= BAR
-
-    @pytest.mark.parametrize("name", ["Llama", "BERT", pytest.param("ModernBERT-decoder", marks=FULL)])
-    def test_of_a_radix_batch(self, name: str) -> None:
-        model, batch = build(name), RadixCollator(merge_labels=True)(FEATURES)
-        with float64_throughout(model):
-            alone = torch.cat([model(torch.tensor([f["input_ids"]])).logits[0] for f in FEATURES])
-            logits = logits_rows(parts_of(share_prefixes(model)), inputs_of(batch))
-        expected = alone[batch["radix"].layout.gather_indices][batch["radix"].predictor_indices]
+@pytest.mark.parametrize("name", cases(list(EVERY)[:-1], quick=["Llama", "BERT", "Granite, scaled"]))
+def test_rows_of_a_padded_batch(name: str) -> None:
+    """The logits of the rows that predict, and no other row goes through the head. Losses: test_predicting_rows.py."""
+    model, batch, seen = build(name), PaddedCollator()(FEATURES), []
+    with float64_throughout(model):
+        expected = torch.cat([model(torch.tensor([f["input_ids"]])).logits[0, :-1] for f in FEATURES])
+        model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+        logits = logits_rows(parts_of(model), inputs_of(batch))
+        assert logits.shape == expected.shape == (12, 64)
         assert relative_error(logits, expected) <= BAR
-        assert len(hidden_rows(parts_of(model), inputs_of(batch))) == len(logits) < 12
+        assert [shape[:-1] for shape in seen] == [(1, 12)]

@@ -13,15 +13,17 @@ from transformers import DynamicCache
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import CACHE
-from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
-from tests.support.models import tiny_model
+from radixtrain.verification.oracle import Gradients, float64_throughout, gradients_of
+from tests.support.models import DECODER, tiny_model
 from tests.support.steps import same
+from tests.support.trainers import padded
 
-N = -100
-FEATURES = [
-    {"input_ids": [7, 8, 9, 1, 2], "labels": [N, N, N, 1, 2]},
-    {"input_ids": [7, 8, 9, 3], "labels": [N] * 3 + [3]},
-]
+IDS = [[7, 8, 9, 1, 2, 5], [7, 8, 9, 3], [7, 8, 9, 3, 4]]  # 8 unique tokens
+PADDED = padded(IDS, IDS, "right", pad=0)
+
+
+def collated() -> dict[str, Any]:
+    return RadixCollator(loss_on_all=True)([{"input_ids": ids} for ids in IDS])
 
 
 @pytest.fixture
@@ -29,18 +31,13 @@ def model(tiny_qwen3):
     return share_prefixes(tiny_qwen3())
 
 
-def changed(**changes):
-    """A batch of 6 unique tokens; an entry that is None is left out."""
-    batch = {**RadixCollator()(FEATURES), **changes}
-    return {name: value for name, value in batch.items() if value is not None}
-
-
-# What is changed in a batch of 6 unique tokens, and what is said.
+# What is changed in a batch, or left out by None, and what is said.
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"position_ids": None}, r"needs its position_ids \[1, 6\], got None: without them a token after"),
-    ({"position_ids": torch.arange(4)[None]}, r"needs its position_ids \[1, 6\], got \(1, 4\)"),
-    ({"input_ids": torch.tensor([[1, 2, 3]])}, r"needs input_ids \[1, 6\], got \(1, 3\)"),
-    ({"attention_mask": torch.ones(1, 6, dtype=torch.int64)}, "a radix batch came with attention_mask; "),
+    ({"position_ids": None}, r"needs its position_ids \[1, 8\], got None: without them a token after"),
+    ({"position_ids": torch.arange(4)[None]}, r"needs its position_ids \[1, 8\], got \(1, 4\)"),
+    ({"input_ids": torch.tensor([[1, 2, 3]])}, r"needs input_ids \[1, 8\], got \(1, 3\)"),
+    ({"attention_mask": torch.ones(1, 8, dtype=torch.int64)}, "a radix batch came with attention_mask; "),
+    ({"pixel_values": torch.ones(1, 3, 4, 4)}, "came with pixel_values; a radix batch has text only"),
     *(  # a cache under any name, which the model may replace by its own name
         ({name: DynamicCache()}, f"a radix batch came with ({'|'.join([name, *CACHE])}); ")
         for name in (*CACHE, "kept_states")
@@ -56,21 +53,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_what_a_batch_may_not_have(model, changes, message):
     """Without positions Hugging Face counts them by row: a gradient 0.87 off, and no error."""
+    batch = {name: value for name, value in {**collated(), **changes}.items() if value is not None}
     with pytest.raises(UserError, match=message):
-        model(**changed(**changes))
+        model(**batch)
 
 
 def test_inputs_by_position(model):
     """A backbone that is called with ids and mask as positional arguments."""
-    batch = changed()
+    batch = collated()
     ids, positions = batch.pop("input_ids"), batch.pop("position_ids")
     named = model.model(ids, position_ids=positions, **batch).last_hidden_state
     assert torch.equal(model.model(ids, None, positions, **batch).last_hidden_state, named)
-
-
-def test_a_backbone_that_is_prepared_twice(model):
-    with pytest.raises(UserError, match="Qwen3Model is shared already, alone or inside another model"):
-        share_prefixes(model.model)
 
 
 def test_a_copy_of_a_part_does_not_copy_the_model(model):
@@ -82,7 +75,6 @@ def test_a_copy_of_a_part_does_not_copy_the_model(model):
 
 
 GEMMA_3: dict[str, Any] = {"layer_types": ["full_attention"] * 2}
-DECODER: dict[str, Any] = {"is_decoder": True, "vocab_size": 50}
 BOTH_WAYS = "computes a token from others"
 
 
@@ -105,16 +97,12 @@ def drop_in_gpt2(model):
 
 
 def cut(model):
-    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
-
-
-def cut_the_list_only(model):
     model.model.layers = model.model.layers[:1]
 
 
-def add(model, also=True):
+def add(model):
     model.model.layers.append(copy.deepcopy(model.model.layers[1]))
-    model.config.num_hidden_layers += also
+    model.config.num_hidden_layers += 1
 
 
 def add_to_gpt2(model):
@@ -157,57 +145,37 @@ CHANGES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], str | None]]
         lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.jit.script(torch.nn.SiLU())),
         "layers.0.mlp.act_fn.forward",
     ),
-    "cut": ("Qwen3ForCausalLM", {}, cut, None),
-    "cut, but not in the configuration": ("Qwen3ForCausalLM", {}, cut_the_list_only, None),
+    "cut, but not in the configuration": ("Qwen3ForCausalLM", {}, cut, None),
     "added": ("LlamaForCausalLM", {}, add, None),
     "added to GPT-2": ("GPT2LMHeadModel", {}, add_to_gpt2, None),
 }
-PADDED = {
-    "input_ids": torch.tensor([[7, 8, 9, 1, 2, 5], [7, 8, 9, 3, 0, 0], [7, 8, 9, 3, 4, 0]]),
-    "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [1] * 5 + [0]]),
-    "labels": torch.tensor([[N, 8, 9, 1, 2, 5], [N, 8, 9, 3, N, N], [N, 8, 9, 3, 4, N]]),
-}
-ROWS = [{"input_ids": row[row > 0].tolist(), "labels": row[row > 0].tolist()} for row in PADDED["input_ids"]]
+
+
+def gradients(model: Any, batch: dict[str, Any]) -> Gradients:
+    torch.manual_seed(0)
+    with float64_throughout(model):
+        return gradients_of(model, lambda: [model(**batch, use_cache=False).loss])
 
 
 @pytest.mark.parametrize(("model_class", "settings", "change", "reason"), CHANGES.values(), ids=CHANGES.keys())
-class TestChangedAfterwards:
+def test_what_was_changed_afterwards(model_class, settings, change, reason):
     """Hugging Face reads most settings in every call, and runs the layers that it finds then."""
-
-    def test_ordinary_batches(self, model_class, settings, change, reason):
-        untouched, shared = tiny_model(model_class, **settings), share_prefixes(tiny_model(model_class, **settings))
-        found = []
-        for model in (untouched, shared):
-            with float64_throughout(model):
-                model(**PADDED, use_cache=False)
-                change(model)
-                torch.manual_seed(0)
-                found.append(gradients_of(model, lambda model=model: [model(**PADDED, use_cache=False).loss]))
-        same(*found)
-        report = sharing_report(shared)
-        assert report.num_shared == 1 + (reason is None)
-        assert reason is None or reason in next(iter(report.not_shared))
-
-    def test_radix_batches(self, model_class, settings, change, reason):
-        untouched, prepared = tiny_model(model_class, **settings), share_prefixes(tiny_model(model_class, **settings))
-        prepared(**RadixCollator()(ROWS))
-        change(untouched)
-        change(prepared)
-        if reason is not None:
-            with pytest.raises(UserError, match=reason):
-                prepared(**RadixCollator()(ROWS))
-            return
-        truth = float64_truth(untouched, ROWS)
-        with float64_throughout(prepared):
-            same(truth, gradients_of(prepared, lambda: [prepared(**RadixCollator()(ROWS)).loss]))
-
-
-def test_a_recurrent_layer_that_was_added(tiny_hybrid):
-    """Its state would run from one row into the next."""
-    model, other = share_prefixes(tiny_hybrid("LFM2")), tiny_hybrid("LFM2", 1)
-    model.model.layers[1], model.config.layer_types = other.model.layers[0], ["conv", "conv"]
-    model(**PADDED, use_cache=False)
-    assert "has got further recurrent layers" in next(iter(sharing_report(model).not_shared))
+    untouched, shared, prepared = (tiny_model(model_class, **settings) for _ in range(3))
+    share_prefixes(shared), share_prefixes(prepared)
+    for model, batch in ((untouched, PADDED), (shared, PADDED), (prepared, collated())):
+        with float64_throughout(model):
+            model(**batch, use_cache=False)
+        change(model)
+    truth = gradients(untouched, PADDED)
+    same(truth, gradients(shared, PADDED))
+    report = sharing_report(shared)
+    assert report.num_shared == 1 + (reason is None)
+    if reason is None:
+        same(truth, gradients(prepared, collated()))
+    else:
+        assert reason in next(iter(report.not_shared))
+        with pytest.raises(UserError, match=reason):
+            prepared(**collated())
 
 
 def test_what_was_put_back(tiny_qwen3):

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.support.models import DECODER, tiny_model
 
 N = -100
 FEATURES = [
@@ -27,35 +29,35 @@ def in_float64() -> Iterator[None]:
         yield
 
 
-def logprobs_of_hugging_face(model: Any) -> list[float]:
-    """Of the labelled tokens, by `log_softmax` of the model's own logits for each sequence."""
-    found = []
+def loss_of_hugging_face(model: Any) -> float:
+    """The sum over labelled tokens, of the model's own logits for each sequence."""
+    losses = []
     for feature in FEATURES:
-        logprobs = model(torch.tensor([feature["input_ids"]])).logits[0].log_softmax(-1)
-        labels = list(enumerate(feature["labels"]))[1:]
-        found += [logprobs[place - 1, label].item() for place, label in labels if label != N]
-    return found
+        logits = model(torch.tensor([feature["input_ids"]])).logits[0, :-1]
+        losses.append(cross_entropy(logits, torch.tensor(feature["labels"][1:]), reduction="sum"))
+    return float(torch.stack(losses).sum())
 
 
-def model_for(name: str, model: Any) -> Any:
-    return model if name == "padded" else share_prefixes(model)
+HEADS: list[tuple[str, dict[str, Any], bool]] = [
+    ("Qwen3ForCausalLM", {}, True),
+    ("Qwen3ForCausalLM", {}, False),
+    ("PhiForCausalLM", {}, True),  # with a bias
+    ("BertLMHeadModel", DECODER, False),
+]
 
 
-@pytest.mark.parametrize("plain_head", [True, False])
+@pytest.mark.parametrize(("model_class", "settings", "plain_head"), HEADS)
 @pytest.mark.parametrize("name", COLLATORS)
-def test_the_loss_is_the_sum_over_labelled_tokens(name: str, plain_head: bool, tiny_qwen3: Any) -> None:
-    expected = -sum(logprobs_of_hugging_face(tiny_qwen3().double()))
-    model = model_for(name, tiny_qwen3().double())
-    predictions = forward_rows(model, COLLATORS[name](FEATURES), plain_head)
-    assert predictions.rows.shape[1] == (32 if plain_head else 50)
-    assert (predictions.head is model.lm_head) == plain_head
+def test_the_loss_is_the_sum_over_labelled_tokens(
+    name: str, model_class: str, settings: dict[str, Any], plain_head: bool
+) -> None:
+    model = tiny_model(model_class, **settings).double()
+    expected = loss_of_hugging_face(model)
+    shared = model if name == "padded" else share_prefixes(model)
+    predictions = forward_rows(shared, COLLATORS[name](FEATURES), plain_head)
+    assert predictions.rows.shape[1] == (32 if plain_head else 64)
+    assert (predictions.head is not None) == plain_head
     assert predictions.loss_sum().item() == pytest.approx(expected, rel=1e-12)
-    assert predictions.targets.weights.sum() == 5
-
-
-def test_a_bias_of_the_head_counts(tiny_qwen3: Any) -> None:
-    model = tiny_qwen3(tie_word_embeddings=False).double()
-    model.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, 50, dtype=torch.float64))
-    fused, own = (forward_rows(model, PaddedCollator()(FEATURES), plain_head) for plain_head in (True, False))
-    assert fused.loss_sum().item() == pytest.approx(own.loss_sum().item(), rel=1e-12)
-    assert fused.logprobs().tolist() == pytest.approx(own.logprobs().tolist(), rel=1e-12)
+    weights = predictions.targets.weights
+    assert -(weights * predictions.logprobs()).sum().item() == pytest.approx(expected, rel=1e-12)
+    assert weights.sum() == 5

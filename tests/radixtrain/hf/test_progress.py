@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3ForSequenceClassification
 
-from radixtrain import RadixCollator, generate, share_prefixes, sharing_report
+from radixtrain import generate, share_prefixes
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import relative_error
-from radixtrain.verification.oracle import float64_throughout
 from tests.support import cases
 from tests.support.batches import padded
 from tests.support.models import tiny_hybrid, tiny_qwen3
-from tests.support.steps import FEATURES, PROMPT, ROWS, batch_of
+from tests.support.steps import FEATURES, PROMPT, ROWS, assert_same_gradient, batch_of
 
 # Without the probe: its trial would meet the hooks here, which wait for another call, before the call itself does.
 pytestmark = pytest.mark.usefixtures("hooks_that_may_stay", "free_forks", "without_the_trial")
@@ -35,11 +34,13 @@ pytestmark = pytest.mark.usefixtures("hooks_that_may_stay", "free_forks", "witho
 BAR = 1e-12
 GROUP = padded(ROWS[:4], "right")
 ALONE = torch.tensor([[*PROMPT, 3, 4], [*PROMPT[::-1], 5, 6]])  # nothing to share
+PROMPTS, GREEDY = padded(ROWS[:4], "left"), {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
 LABELS = {"labels": GROUP["input_ids"].masked_fill(GROUP["attention_mask"] == 0, -100)}
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "Qwen3": lambda: share_prefixes(tiny_qwen3().double().eval()),
+    "untouched": lambda: tiny_qwen3().double().eval(),
+    "Qwen3": lambda: share_prefixes(MODELS["untouched"]()),
     "LFM2": lambda: share_prefixes(tiny_hybrid("LFM2").double().eval()),
     "Qwen3.5": lambda: share_prefixes(tiny_hybrid("Qwen3.5").double().eval()),
 }
@@ -47,10 +48,15 @@ CALLS: dict[str, Callable[[Any], Tensor]] = {
     "shared": lambda model: model(**GROUP, use_cache=False).logits[GROUP["attention_mask"].bool()],
     "ordinary": lambda model: model(ALONE, use_cache=False).logits,
     "radix": lambda model: model(**batch_of()).logits,
+    "answers": lambda model: generate(model, **PROMPTS, **GREEDY).double(),
+    "scores": lambda model: forward_rows(model, PaddedCollator()(FEATURES), plain_head=False).logprobs(),
 }
-PAIRS = [(model, outer, inner) for model, outer, inner in product(MODELS, CALLS, CALLS) if outer != inner]
+SHARED, KINDS = ("Qwen3", "LFM2", "Qwen3.5"), ("shared", "ordinary", "radix")
+PAIRS = [(model, outer, inner) for model, outer, inner in product(SHARED, KINDS, KINDS) if outer != inner]
+# Of what these return, no row is taken out of what another call returns.
+AROUND = [("Qwen3", "answers", "ordinary"), *(("untouched", outer, "ordinary") for outer in ("answers", "scores"))]
 QUICK = [
-    *((model, "shared", "ordinary") for model in MODELS),
+    *((model, "shared", "ordinary") for model in SHARED),
     *(("Qwen3.5", outer, "shared") for outer in ("ordinary", "radix")),
 ]
 
@@ -120,13 +126,14 @@ def start_of(model: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("kind", "outer", "inner"), cases(PAIRS, QUICK))
+@pytest.mark.parametrize(("kind", "outer", "inner"), cases([*PAIRS, *AROUND], [*QUICK, *AROUND]))
 def test_two_calls(kind: str, outer: str, inner: str, way: Way) -> None:
     model = MODELS[kind]()
     first, second = partial(CALLS[outer], model), partial(CALLS[inner], model)
     with torch.no_grad():
         expected = first(), second()
-        for place in (start_of(model), model.lm_head):
+        # A call in the head of a call that is scored would get the rows of that: it has the same thread.
+        for place in [start_of(model)] if outer == "scores" else [start_of(model), model.lm_head]:
             both = way(place, first, second)
             assert all(relative_error(one, other) <= BAR for one, other in zip(both, expected, strict=True))
 
@@ -142,11 +149,7 @@ def test_a_backward_pass_within_a_call(kind: str, outer: str, inner: str, reentr
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
     def loss(name: str) -> Tensor:
-        if name == "radix":
-            return model(**batch_of()).loss
-        if name == "shared":
-            return model(**GROUP, **LABELS, use_cache=False).loss
-        return model(ALONE, labels=ALONE, use_cache=False).loss
+        return model(**batch_of()).loss if name == "radix" else CALLS[name](model).logsumexp(-1).square().mean()
 
     def gradient() -> Tensor:
         grads = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
@@ -160,42 +163,22 @@ def test_a_backward_pass_within_a_call(kind: str, outer: str, inner: str, reentr
     assert relative_error(gradient(), expected) <= BAR
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("share", [share_prefixes, lambda model: model], ids=["shared", "untouched"])
-def test_a_call_within_generate(share: Callable[[Any], Any], way: Way) -> None:
-    """No row is taken out of what it returns, and the answers are the same."""
-    model = share(tiny_qwen3().double().eval())
-    answers = partial(generate, model, **padded(ROWS[:4], "left"), max_new_tokens=3, do_sample=False, eos_token_id=None)
-    call = partial(CALLS["ordinary"], model)
-    expected = answers(), call()
-    found = way(model.model.layers[1], answers, call)
-    assert torch.equal(found[0], expected[0]) and relative_error(found[1], expected[1]) <= BAR
-
-
 def test_a_call_beside_generate_in_training_mode() -> None:
     """Generation evaluates, and a module has one mode for all threads."""
     model = tiny_qwen3().train()
-    answers = partial(generate, model, **padded(ROWS[:4], "left"), max_new_tokens=3, do_sample=False, eos_token_id=None)
+    answers = partial(CALLS["answers"], model)
     with pytest.raises(UserError, match="another thread has temporarily put Qwen3ForCausalLM into evaluation mode"):
         in_a_thread(model.model.layers[1], answers, partial(CALLS["ordinary"], model))
     assert all(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_call_while_a_padded_batch_is_scored_or_a_head_is_tried(way: Way) -> None:
-    """Both change for a while what a backbone returns: only to their own call."""
+@pytest.mark.parametrize("way", [in_a_thread, overlapping])
+def test_a_call_while_a_head_is_tried(way: Way) -> None:
+    """Every call of the thread that tries it gets the rows of the trial, and no other one."""
     model = tiny_qwen3().double().eval()
-    batch, call = PaddedCollator()(FEATURES), partial(CALLS["ordinary"], model)
-
-    def score() -> Tensor:
-        return forward_rows(model, batch, plain_head=False).logprobs()
-
+    call = partial(CALLS["ordinary"], model)
     with torch.no_grad():
-        expected = score(), call()
-        found = way(model.model.layers[1], score, call)
-        assert torch.equal(found[0], expected[0]) and relative_error(found[1], expected[1]) <= BAR
-        if way is not nested:  # a head that is tried gets its rows by any call of its thread
-            assert relative_error(way(model.lm_head, partial(has_plain_head, model), call)[1], expected[1]) <= BAR
+        assert relative_error(way(model.lm_head, partial(has_plain_head, model), call)[1], call()) <= BAR
 
 
 def test_two_models_around_one_backbone(tiny_qwen3: Callable[..., Any]) -> None:
@@ -206,19 +189,10 @@ def test_two_models_around_one_backbone(tiny_qwen3: Callable[..., Any]) -> None:
     value: Any = Qwen3ForSequenceClassification(config).double()
     value.model = policy.model
 
-    def gradient() -> Tensor:
-        loss = policy(**GROUP, **LABELS, use_cache=False).loss + value(**GROUP, use_cache=False).logits.square().sum()
-        loss.backward()
-        weights = [*policy.parameters(), *value.score.parameters()]
-        flat = torch.cat([weight.grad.flatten() for weight in weights])
-        policy.zero_grad(), value.zero_grad()
-        return flat
+    def loss_of(policy: Any) -> Tensor:
+        labelled = policy(**GROUP, **LABELS, use_cache=False).loss
+        return labelled + value(**GROUP, use_cache=False).logits.square().sum()
 
-    with float64_throughout(policy):
-        expected = gradient()
-        share_prefixes(policy)
-        assert relative_error(gradient(), expected) <= BAR and sharing_report(policy).num_shared == 2
-    with pytest.raises(UserError, match="shared already"):
+    assert assert_same_gradient(policy, loss_of).num_shared == 2
+    with pytest.raises(UserError, match="Qwen3Model is shared already, alone or inside another model"):
         share_prefixes(value)
-    with pytest.raises(RuntimeError, match="must match the size of tensor"):
-        value(**RadixCollator()(FEATURES)).logits.square().sum().backward()

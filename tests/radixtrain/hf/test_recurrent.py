@@ -1,38 +1,24 @@
-"""What a mixer gets on the runs of a tree: its arguments, the states of a fork, its runs; and where it may stand.
+"""What a mixer gets on the runs of a tree: its arguments and its runs; and where it may stand.
 
 That values and gradients are those of each sequence: tests/claims/equivalence/test_recurrent_tries.py. That a layer has
 the tree of its batch, also when activations are recomputed: tests/claims/recurrent.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import DynamicCache, Qwen3_5TextConfig
 from transformers.cache_utils import Cache
 
-from radixtrain import RadixCollator, share_prefixes, sharing_report, verify_equivalence
+from radixtrain import share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import mixers_of
-from radixtrain.hf.recurrent import (
-    ForkedStates,
-    arguments_by_name,
-    cache_argument,
-    run_on_tree,
-)
+from radixtrain.hf.recurrent import ForkedStates, arguments_by_name, cache_argument, run_on_tree
 from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import runs_of_segments, tree_runs
-from tests.support import TRIES
-from tests.support.models import since
-
-RUNS, CHANNELS = 2, 3
-STOCK = since("5.21", "a cache has no method that reads its states")
+from tests.support.batches import plan_of
+from tests.support.steps import FEATURES, Build, batch_of
 
 
 class Sums(nn.Module):
@@ -45,11 +31,6 @@ class Sums(nn.Module):
         sums = hidden_states.cumsum(1) + (0 if before is None else before[:, None])
         cache_params.update_recurrent_state(sums[:, -1], 0)
         return sums
-
-
-def plan_of(sequences, **options):
-    ids = [token for sequence in sequences for token in sequence]
-    return build_prefix_plan(ids, np.cumsum([0, *map(len, sequences)]), **options)
 
 
 def test_literally():
@@ -101,46 +82,6 @@ class TestArguments:
             cache_argument(Unnamed())
 
 
-def stock_cache() -> Cache:
-    return DynamicCache(config=Qwen3_5TextConfig(num_hidden_layers=1, layer_types=["linear_attention"]))
-
-
-def columns(length, start=0):
-    """(runs, channels, length), all different and none zero."""
-    numbers = torch.arange(RUNS * CHANNELS * length, dtype=torch.float64).reshape(RUNS, CHANNELS, length)
-    return numbers + 1 + 1000 * start
-
-
-def same_but_for_zeros_before(ours, stock):
-    """Hugging Face puts zeros before a first piece that is shorter than the convolution; the mixer puts its own."""
-    missing = stock.shape[-1] - ours.shape[-1]
-    assert missing >= 0 and not stock[..., :missing].any()
-    assert torch.equal(ours, stock[..., missing:])
-
-
-@STOCK
-@settings(max_examples=2 * TRIES, deadline=None)
-@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6), width=st.integers(1, 4))
-def test_beside_the_stock_cache(lengths, width):
-    """Any pieces of a sequence: the same columns come back, and the same states are kept."""
-    stock, past = stock_cache(), {}
-    for number, length in enumerate(lengths):
-        states, new = ForkedStates(past), columns(length, start=number)
-        assert states.has_previous_state(0) == stock.has_previous_state(0)
-        for ours, other in (
-            (states.get_conv_state(0), stock.get_conv_state(0)),
-            (states.get_recurrent_state(0), stock.get_recurrent_state(0)),
-        ):
-            assert (ours is None and other is None) or torch.equal(ours, other)
-        returned = states.update_conv_state(new, 0, conv_kernel_size=width)
-        same_but_for_zeros_before(returned, stock.update_conv_state(new, 0, conv_kernel_size=width))
-        state = torch.full((RUNS, 4), float(number + 1))
-        assert torch.equal(states.update_recurrent_state(state, 0), stock.update_recurrent_state(state, 0))
-        past = states.final
-        assert past["conv", 0].shape == (RUNS, CHANNELS, width)
-    assert torch.equal(past["conv", 0], stock.get_conv_state(0))
-
-
 def test_runs_of_the_batch_are_not_read_back():
     """On meta tensors, as on a device under capture, reading a value raises."""
     layout = TreeLayout.from_plan(plan_of([[1, 2, 3], [4, 5]])).to("meta")
@@ -148,22 +89,12 @@ def test_runs_of_the_batch_are_not_read_back():
 
 
 FORKS = pytest.mark.usefixtures("free_forks")
-ROWS = [[7, 8, 9, 1, 2, 3, 4, 5], [7, 8, 9, 1, 2, 6], [7, 8, 9, 1, 4]]
 KINDS = ["linear_attention", "linear_attention", "full_attention"]
-
-
-def batch_of(rows: list[list[int]] = ROWS) -> dict[str, Any]:
-    return RadixCollator(loss_on_all=True)([{"input_ids": ids} for ids in rows])
-
-
-@pytest.fixture
-def model(tiny_hybrid: Callable[..., Any]) -> Any:
-    return share_prefixes(tiny_hybrid("Qwen3.5"))
 
 
 @FORKS
 class TestInstalling:
-    def test_outside_of_a_layer(self, tiny_hybrid: Callable[..., Any]) -> None:
+    def test_outside_of_a_layer(self, tiny_hybrid: Build) -> None:
         """A model that is refused is as it was."""
         model = tiny_hybrid("Qwen3.5")
         before = model.config._attn_implementation
@@ -173,18 +104,18 @@ class TestInstalling:
         assert model.config._attn_implementation == before
         assert "forward" not in vars(model.model.front)
 
-    def test_two_layers_that_share_a_mixer(self, tiny_hybrid: Callable[..., Any]) -> None:
+    def test_two_layers_that_share_a_mixer(self, tiny_hybrid: Build) -> None:
         """In the second one it had no call, and read all unique rows as one sequence."""
         model = tiny_hybrid("Qwen3.5", num_hidden_layers=3, layer_types=KINDS)
         model.model.layers[1].linear_attn = model.model.layers[0].linear_attn
-        features = [{"input_ids": ids, "labels": ids} for ids in ROWS]
-        report = verify_equivalence(model, features, precisions=["float64"])
+        report = verify_equivalence(model, FEATURES, precisions=["float64"])
         assert report.passed, str(report)
 
 
 @FORKS
-def test_the_same_bits_every_time(model: Any) -> None:
+def test_the_same_bits_every_time(tiny_hybrid: Build) -> None:
     """Rows and states of several runs are added up in one order."""
+    model = share_prefixes(tiny_hybrid("Qwen3.5"))
 
     def gradients() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(model(**batch_of()).loss, list(model.parameters()))
@@ -205,16 +136,12 @@ class PassesNothingOn(nn.Module):
 
 @FORKS
 @pytest.mark.usefixtures("hooks_that_may_stay")
-def test_a_layer_that_passes_nothing_on(tiny_hybrid: Callable[..., Any]) -> None:
+def test_a_layer_that_passes_nothing_on(tiny_hybrid: Build) -> None:
     """Its mixer would read all unique rows as one sequence."""
-    model, other = tiny_hybrid("Qwen3.5"), share_prefixes(tiny_hybrid("Qwen3.5"))
-    for each in (model, other):
-        each.model.layers[0] = PassesNothingOn(each.model.layers[0])
+    model = share_prefixes(tiny_hybrid("Qwen3.5"))
+    model.model.layers[0] = PassesNothingOn(model.model.layers[0])
     with pytest.raises(UserError, match="computes a token from others"):
-        other(**batch_of())
-    ids = torch.tensor([row[:5] for row in ROWS])
-    assert torch.equal(other(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
-    assert not sharing_report(other).num_shared
+        model(**batch_of())
 
 
 class Protocol(nn.Module):

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +15,17 @@ from radixtrain.hf.sharing_report import NUM_CALLS, _warn
 
 SHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 UNSHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [6, 8, 9, 3])]
-NOTHING = "the first 10 training batches of Qwen3ForCausalLM shared nothing: "
+ORDINARY, UNLIKE = (
+    dict.fromkeys(("input_ids", "labels"), torch.tensor(ids))
+    for ids in ([[7, 8, 9, 1, 2], [7, 8, 9, 3, 4]], [[7, 8, 9, 1, 2], [6, 8, 9, 3, 4]])
+)
 TOO_LITTLE = "calls not shared: less than min_ratio = 1.1 to save"
-NOT_ALIKE = NOTHING + "no two sequences of a batch began alike"
+NOT_ALIKE = "the first 10 training batches of Qwen3ForCausalLM shared nothing: no two sequences of a batch began alike"
+NOTHING_TO_SHARE: dict[str, tuple[dict[str, Any], str]] = {
+    "ordinary": (UNLIKE, TOO_LITTLE),
+    "radix": (RadixCollator()(UNSHARED), NOT_ALIKE),
+    "radix, padded": (RadixCollator(pad_to_multiple_of=16)(UNSHARED), NOT_ALIKE),
+}
 
 
 @pytest.fixture
@@ -26,67 +34,61 @@ def model(tiny_qwen3: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> A
     return share_prefixes(tiny_qwen3()).train()
 
 
-def ordinary() -> dict[str, torch.Tensor]:
-    ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 4]])
-    return {"input_ids": ids, "labels": ids}
-
-
-def unlike() -> dict[str, torch.Tensor]:
-    ids = torch.tensor([[7, 8, 9, 1, 2], [6, 8, 9, 3, 4]])
-    return {"input_ids": ids, "labels": ids}
-
-
 def run(model: Any, batch: dict[str, Any], times: int) -> None:
     for _ in range(times):
         model(**batch)
 
 
-class TestOrdinaryBatches:
-    def test_said_once(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
-        run(model, unlike(), NUM_CALLS - 1)
+@pytest.mark.parametrize(("batch", "message"), NOTHING_TO_SHARE.values(), ids=NOTHING_TO_SHARE)
+class TestTheWarningThatNothingWasShared:
+    def test_is_given_once(
+        self, model: Any, caplog: pytest.LogCaptureFixture, batch: dict[str, Any], message: str
+    ) -> None:
+        run(model, batch, NUM_CALLS - 1)
         assert not caplog.records
-        run(model, unlike(), 2 * NUM_CALLS)
-        assert [TOO_LITTLE in record.getMessage() for record in caplog.records] == [True]
+        run(model, batch, 2 * NUM_CALLS)
+        assert [message in record.getMessage() for record in caplog.records] == [True]
 
-    def test_not_if_a_radix_batch_was_among_them(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
-        run(model, unlike(), NUM_CALLS - 1)
-        run(model, RadixCollator()(SHARED), 1)
-        run(model, unlike(), 2 * NUM_CALLS)
+    def test_not_if_one_batch_shared(
+        self, model: Any, caplog: pytest.LogCaptureFixture, batch: dict[str, Any], message: str
+    ) -> None:
+        """Also if it shared less than its padding."""
+        for sharing in (RadixCollator()(SHARED), RadixCollator(pad_to_multiple_of=64)(SHARED)):
+            run(share_prefixes(model), batch, NUM_CALLS - 2)
+            run(model, sharing, 1)
+            run(model, batch, 2 * NUM_CALLS)
         assert not caplog.records
 
-    def test_not_in_evaluation_or_generation(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
-        with torch.no_grad():  # as a preference loss runs its reference model
-            run(model, unlike(), 2 * NUM_CALLS)
+    def test_not_without_training(
+        self, model: Any, caplog: pytest.LogCaptureFixture, batch: dict[str, Any], message: str
+    ) -> None:
+        """A reference model computes with gradients on or off."""
+        run(model.eval(), batch, 2 * NUM_CALLS)
+        with torch.no_grad():
+            run(model.train(), batch, 2 * NUM_CALLS)
             model.generate(input_ids=torch.tensor([[7, 8]]), max_new_tokens=2 * NUM_CALLS, pad_token_id=0)
-        run(model.eval(), unlike(), 2 * NUM_CALLS)
+        run(model.requires_grad_(False), batch, 2 * NUM_CALLS)
         assert not caplog.records
 
 
 class TestCounts:
-    """Of `RadixCollator`, counted by hand."""
+    """Counted by hand."""
 
-    def test_radix_batches(self, model: Any) -> None:
+    def test_of_every_kind_of_batch(self, model: Any) -> None:
         run(model, RadixCollator()(SHARED), 2)  # 5 + 4 tokens, 6 unique; 4 + 3 labels have a token before them
         run(model, RadixCollator()(UNSHARED), 1)  # 9 tokens and unique ones: it counts in r
-        run(model, unlike(), 3)
+        run(model, ORDINARY, 1)  # 10 tokens, 7 unique
+        run(model, UNLIKE, 3)
         sharing_report(model).plan_seconds = 1e-9
         with torch.no_grad():
             model.generate(input_ids=torch.tensor([[7, 8]]), max_new_tokens=4, pad_token_id=0)
         assert str(sharing_report(model)).splitlines() == [
-            "2 calls shared: 30 places, 27 tokens, 21 unique, r = 1.29; plans took 0.00 s",
-            "the head computed 36 rows for 30 places",
+            "3 calls shared: 40 places, 37 tokens, 28 unique, r = 1.32; plans took 0.00 s",
+            "the head computed 43 rows for 40 places",
             "3 calls not shared: less than min_ratio = 1.1 to save",
             f"1 calls not shared: {NOT_ALIKE_REASON}",
             "4 calls of generation",
         ]
-
-    def test_both_kinds_are_one_report(self, tiny_qwen3: Callable[..., Any]) -> None:
-        model = share_prefixes(tiny_qwen3()).train()
-        run(model, ordinary(), 1)  # 10 tokens, 7 unique
-        run(model, RadixCollator()(SHARED), 1)
-        report = sharing_report(model)
-        assert (report.num_shared, report.num_tokens, report.num_unique_tokens) == (2, 19, 13)
-        assert sharing_report(copy.deepcopy(model)).num_tokens == 0
 
     def test_a_batch_that_only_fills_up(self, model: Any) -> None:
         """Of a rank that has no sequence left."""
@@ -97,37 +99,12 @@ class TestCounts:
         assert sharing_report(model).num_tokens == steps[0].num_tokens == 9
 
 
-class TestRadixBatches:
-    @pytest.mark.parametrize("collator", [RadixCollator(), RadixCollator(pad_to_multiple_of=16)])
-    def test_said_once(self, model: Any, caplog: pytest.LogCaptureFixture, collator: RadixCollator) -> None:
-        batch = collator(UNSHARED)
-        run(model, batch, NUM_CALLS - 1)
-        assert not caplog.records
-        run(model, batch, 2 * NUM_CALLS)
-        assert [NOT_ALIKE in record.getMessage() for record in caplog.records] == [True]
-
-    def test_not_if_one_shared(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
-        run(model, RadixCollator()(UNSHARED), NUM_CALLS - 1)
-        run(model, RadixCollator()(SHARED), 1)
-        run(model, RadixCollator()(UNSHARED), 2 * NUM_CALLS)
-        run(share_prefixes(model), RadixCollator(pad_to_multiple_of=64)(SHARED), 2 * NUM_CALLS)  # less than the padding
-        assert not caplog.records
-
-    def test_not_of_a_frozen_model_or_in_evaluation(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
-        """A reference model that computes with gradients on."""
-        run(model.eval(), RadixCollator()(UNSHARED), 2 * NUM_CALLS)
-        model.train().requires_grad_(False)
-        run(model, RadixCollator()(UNSHARED), 2 * NUM_CALLS)
-        run(share_prefixes(model), unlike(), 2 * NUM_CALLS)
-        assert not caplog.records
-
-
 def test_a_copy_counts_by_itself(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    run(model, unlike(), NUM_CALLS - 1)
+    run(model, UNLIKE, NUM_CALLS - 1)
     copied = copy.deepcopy(model)
-    run(copied, unlike(), 1)
+    run(copied, UNLIKE, 1)
     assert len(caplog.records) == 1
-    run(model, unlike(), 1)
+    run(model, UNLIKE, 1)
     assert len(caplog.records) == 2
 
 
@@ -137,12 +114,10 @@ BFLOAT16, FLOAT16 = SAID.format("bfloat16", "0.20"), SAID.format("float16", "0.0
 
 
 @pytest.fixture
-def in_a_new_process(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def in_a_new_process(caplog: pytest.LogCaptureFixture) -> None:
     """As in a new process."""
     _warn.cache_clear()
     caplog.set_level(logging.WARNING, logger="radixtrain")
-    yield
-    _warn.cache_clear()
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -197,7 +172,7 @@ def test_weights_of_16_bits_are_named_once(
 @pytest.mark.usefixtures("in_a_new_process")
 @pytest.mark.parametrize(
     ("options", "is_named"),
-    [({"model.dtype": "bfloat16", "dedup": "off"}, True), ({"trainer.precision": "bf16-mixed"}, False)],
+    [({"model__dtype": "bfloat16", "dedup": "off"}, True), ({"trainer__precision": "bf16-mixed"}, False)],
     ids=str,
 )
 def test_fit_says_it_once(
@@ -206,6 +181,5 @@ def test_fit_says_it_once(
     arguments: Callable[..., list[str]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    chosen = {name.replace(".", "__"): value for name, value in options.items()}
-    assert main(arguments(trainer__max_steps=1, **chosen)) == 0
+    assert main(arguments(trainer__max_steps=1, **options)) == 0
     assert [text.startswith(BFLOAT16) for text in said(caplog)] == [True] * is_named

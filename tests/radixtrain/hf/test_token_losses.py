@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_pt_utils import LabelSmoother
 from trl.trainer.utils import add_fused_lm_head
 
@@ -19,7 +18,8 @@ from radixtrain.testing import relative_error
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
 from tests.support.models import tiny_qwen3
-from tests.support.steps import FEATURES
+from tests.support.steps import FEATURES, same
+from tests.support.trainers import padded
 
 BATCH = RadixCollator()(FEATURES)
 UNLABELLED = {name: value for name, value in BATCH.items() if name != "labels"}  # for compute_loss_func
@@ -68,6 +68,18 @@ def after(output: Any) -> Tensor:
     return per_row(output.logits)
 
 
+def in_parts(cut: Callable[[Tensor], Any], *, weigh: bool = False) -> Callable[[Any], Tensor]:
+    """The model's own loss of parts of its logits."""
+
+    def loss(model: Any) -> Tensor:
+        logits = model(**{name: value for name, value in BATCH.items() if "labels" not in name}).logits
+        pairs = zip(cut(logits), cut(BATCH["labels"]), strict=True)
+        losses = torch.stack([model.loss_function(logits=x, labels=y, vocab_size=x.shape[-1]) for x, y in pairs])
+        return (losses.softmax(0).detach() * losses).sum() if weigh else losses.mean()
+
+    return loss
+
+
 REFUSED: dict[str, Callable[[Any], Tensor]] = {
     "of logits": lambda model: per_row(model(**BATCH).logits),
     "as compute_loss_func": lambda model: per_row(model(**UNLABELLED).logits),
@@ -80,6 +92,13 @@ REFUSED: dict[str, Callable[[Any], Tensor]] = {
     "beside the model's": lambda model: added(model(**BATCH)),
     "after the model's": lambda model: after(model(**BATCH)),
     "beside another batch": lambda model: model(**BATCH).loss + per_row(model(**BATCH).logits),
+    "rows of zip": in_parts(lambda x: [each[None] for each in x]),
+    "rows, weighted by their loss": in_parts(lambda x: [each[None] for each in x], weigh=True),
+    "the first row": in_parts(lambda x: [x[:1]]),
+    "two chunks": in_parts(lambda x: [each.contiguous() for each in x.chunk(2, 1)]),
+    "the last columns": in_parts(lambda x: [x[:, -2:].contiguous()]),
+    "all, twice": in_parts(lambda x: [x, x]),
+    "copied rows": in_parts(lambda x: [x[torch.tensor([0, 0])]]),
 }
 
 
@@ -117,31 +136,17 @@ def test_exact(case: str, copied: bool) -> None:
     share_prefixes(model)
     model = copy.deepcopy(model) if copied else model
     with float64_throughout(model):
-        found = gradients_of(model, lambda: [EXACT[case](model)])
-    flat = [torch.cat([each.flatten() for each in arm.tensors.values()]) for arm in (found, truth)]
-    assert relative_error(*flat) <= 1e-12
+        same(truth, gradients_of(model, lambda: [EXACT[case](model)]))
 
 
-UNEVEN = [{**row, "labels": [-100] * 2 + row["input_ids"][2:]} for row in FEATURES]
-
-
-def padded(features: Any) -> dict[str, Tensor]:
-    """As an ordinary collator pads them."""
-
-    def column(name: str, rest: int) -> Tensor:
-        return pad_sequence([torch.tensor(row[name]) for row in features], batch_first=True, padding_value=rest)
-
-    ids = column("input_ids", 0)
-    lengths = torch.tensor([len(row["input_ids"]) for row in features])
-    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-    return {"input_ids": ids, "attention_mask": mask, "labels": column("labels", -100)}
+PADDED = padded(*([row[name] for row in FEATURES] for name in ("input_ids", "labels")), "right", pad=0)
 
 
 def test_only_a_head_is_trained() -> None:
     """Rows that need no gradient are watched, and its own is that of all labels."""
     model, found = tiny_qwen3(tie_word_embeddings=False), []
     model.model.requires_grad_(False)
-    for share, batch in ((lambda model: model, padded(FEATURES)), (share_prefixes, BATCH)):
+    for share, batch in ((lambda model: model, PADDED), (share_prefixes, BATCH)):
         with float64_throughout(share(model)):
             found.append(torch.autograd.grad(model(**batch).loss, model.lm_head.weight)[0])
     assert relative_error(*found) <= 1e-12
@@ -160,19 +165,6 @@ def mean_of_rows(found: Any) -> Tensor:
     return (-(found.log_probs * mask).sum(-1) / mask.sum(-1)).mean()
 
 
-def in_parts(cut: Callable[[Tensor], Any], *, weigh: bool = False) -> Callable[[Any, Batch], Tensor]:
-    """The model's own loss of parts of its logits."""
-
-    def loss(model: Any, batch: Batch) -> Tensor:
-        names = ("labels", "shift_labels")
-        logits = model(**{name: value for name, value in batch.items() if name not in names}).logits
-        pairs = zip(cut(logits), cut(batch["labels"]), strict=True)
-        losses = torch.stack([model.loss_function(logits=x, labels=y, vocab_size=x.shape[-1]) for x, y in pairs])
-        return (losses.softmax(0).detach() * losses).sum() if weigh else losses.mean()
-
-    return loss
-
-
 SAME: dict[str, Callable[[Any, Batch], Tensor]] = {
     "times the batch size": lambda model, batch: model(**batch).loss * batch["input_ids"].shape[0],
     "times the labels": lambda model, batch: model(**batch).loss * (batch["labels"] != -100).sum(),
@@ -180,7 +172,6 @@ SAME: dict[str, Callable[[Any, Batch], Tensor]] = {
     "of a part of a step": lambda model, batch: model(**batch, num_items_in_batch=9).loss / 4 * 1024,
     "TRL": lambda model, batch: of_trl(model, batch).loss,
     "TRL, a mean for each row": lambda model, batch: mean_of_rows(of_trl(model, batch)),
-    "TRL, the sum of each row": lambda model, batch: -of_trl(model, batch).log_probs.sum(-1).mean(),
     "TRL, the mean of DFT": lambda model, batch: (
         lambda found: -(found.log_probs * found.log_probs.exp().detach()).sum() / found.label_mask.sum()
     )(of_trl(model, batch)),
@@ -193,34 +184,11 @@ def test_the_loss_of_an_ordinary_batch(case: str) -> None:
     arms = []
     for shared in (False, True):
         model = tiny_qwen3()
-        batch = RadixCollator()(UNEVEN) if shared else padded(UNEVEN)
+        batch = RadixCollator()(FEATURES) if shared else PADDED
         model = share_prefixes(model) if shared else model
         with float64_throughout(model):
-            found = gradients_of(model, lambda model=model, batch=batch: [SAME[case](model, dict(batch))])
-        arms.append(torch.cat([each.flatten() for each in found.tensors.values()]))
-    assert relative_error(arms[1], arms[0]) <= 1e-12
-
-
-PARTS: dict[str, Callable[[Any, Batch], Tensor]] = {
-    "rows of zip": in_parts(lambda x: [each[None] for each in x]),
-    "rows of split": in_parts(lambda x: x.split(1)),
-    "rows, weighted by their loss": in_parts(lambda x: [each[None] for each in x], weigh=True),
-    "the first row": in_parts(lambda x: [x[:1]]),
-    "two chunks": in_parts(lambda x: [each.contiguous() for each in x.chunk(2, 1)]),
-    "the last columns": in_parts(lambda x: [x[:, -2:].contiguous()]),
-    "all, twice": in_parts(lambda x: [x, x]),
-    "copied rows": in_parts(lambda x: [x[torch.tensor([0, 0])]]),
-}
-
-
-@pytest.mark.parametrize("case", PARTS)
-@pytest.mark.parametrize("lazy", [False, True])
-def test_parts_of_the_logits_are_refused(case: str, lazy: bool) -> None:
-    """Also if the head computes a row for each place, since the rows share nothing."""
-    features = UNEVEN if lazy else [{"input_ids": [n, 7, 8, 9], "labels": [-100, 7, 8, 9]} for n in range(10, 18)]
-    loss = PARTS[case](share_prefixes(tiny_qwen3()), RadixCollator()(features))
-    with pytest.raises(UserError, match=KNOWN):
-        loss.backward()
+            arms.append(gradients_of(model, lambda model=model, batch=batch: [SAME[case](model, dict(batch))]))
+    same(*arms)
 
 
 def test_adapters_around_the_model() -> None:

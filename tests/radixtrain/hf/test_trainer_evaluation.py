@@ -1,17 +1,15 @@
 """Evaluation in Hugging Face's Trainer and TRL's: the loss is that of ordinary batches, other metrics are refused.
 
-Also what the refusal recommends: a trainer that evaluates on ordinary batches, `recipes/hf_trainer_metrics.py`.
+What the refusal recommends, metrics of ordinary batches: tests/claims/trainers/test_trl.py.
 Everything computes in float64.
 """
 
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 
 from radixtrain import RadixCollator, share_prefixes
@@ -21,10 +19,10 @@ from radixtrain.verification.oracle import float64_arithmetic
 from tests.support import FULL
 from tests.support.batches import tensors_of
 from tests.support.models import tiny_qwen3
-from tests.support.trainers import settings
+from tests.support.trainers import LOOP_PROMPT as PROMPT
+from tests.support.trainers import settings, tokenizer
 
 BAR = 1e-10
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 REFUSED = r"Trainer uses the logits of an evaluation .* of labelled tokens only.*recipes/hf_trainer_metrics\.py"
 
 
@@ -38,49 +36,16 @@ def model() -> Any:
     return tiny_qwen3().double()
 
 
-@cache
 def rows() -> list[dict[str, list[int]]]:
-    """11 answers to one prompt in three batches, the last one short, each with a repeated answer.
-
-    Every second one is what the model itself would say, so that some are predicted exactly, and no batch is.
-    """
-    said, ours = list(PROMPT), model().eval()
-    with torch.no_grad():
-        for _ in range(9):
-            said.append(int(ours(torch.tensor([said])).logits[0, -1].argmax()))
+    """11 answers to one prompt in three batches, the last one short, each with a repeated answer."""
     rng = np.random.default_rng(0)
     answers = [rng.integers(10, 50, length).tolist() for length in (3, 5, 9, 3, 7, 1, 2, 7, 6, 4, 6)]
-    answers[::2] = [said[12 : 12 + len(answer)] for answer in answers[::2]]
     answers[3], answers[7], answers[10] = answers[1], answers[5], answers[8]
     return [{"input_ids": PROMPT + answer, "labels": [-100] * len(PROMPT) + answer} for answer in answers]
 
 
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({str(n): n for n in range(50)}, unk_token="2"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
-
-
-def hugging_face(*given: Any, **options: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
-
-    return trainer_of(Trainer, TrainingArguments, rows(), *given, **options)
-
-
-def trl(*given: Any, arguments: Any = None, **options: Any) -> Any:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    arguments = {"max_length": None, **(arguments or {})}
-    return trainer_of(SFTTrainer, SFTConfig, Dataset.from_list(rows()), *given, arguments=arguments, **options)
-
-
 def trainer_of(
-    trainer_class: Any,
-    config: Any,
-    data: Any,
+    library: str,
     model: nn.Module,
     collator: Any,
     folder: Path,
@@ -88,11 +53,21 @@ def trainer_of(
     arguments: Any = None,
     **others: Any,
 ) -> Any:
-    """kind: another class than the trainer's own."""
+    """library: TRL or transformers. kind: another class than the library's own."""
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+    from trl import SFTConfig, SFTTrainer
+
+    is_trl = library == "TRL"
     own = {"max_steps": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-5, **(arguments or {})}
+    config = (
+        SFTConfig(**settings(folder, max_length=None, **own))
+        if is_trl
+        else TrainingArguments(**settings(folder, **own))
+    )
+    data = Dataset.from_list(rows()) if is_trl else rows()
     given = {"data_collator": collator, "processing_class": tokenizer(), **others}
-    args = config(**settings(folder, **own))
-    return (kind or trainer_class)(model, args, train_dataset=data, eval_dataset=data, **given)
+    return (kind or (SFTTrainer if is_trl else Trainer))(model, config, train_dataset=data, eval_dataset=data, **given)
 
 
 def radix() -> tuple[Any, Any]:
@@ -105,24 +80,16 @@ def ordinary() -> tuple[Any, Any]:
     return model(), DataCollatorForSeq2Seq(tokenizer())
 
 
-def metrics() -> dict[str, Any]:
-    from hf_trainer_metrics import compute_metrics
-
-    return {
-        "compute_metrics": compute_metrics,
-        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
-    }
-
-
-TRAINERS = pytest.mark.parametrize("make_trainer", [hugging_face, pytest.param(trl, marks=FULL)])
+METRICS: dict[str, Any] = {"compute_metrics": lambda evaluated: {}}
+TRAINERS = pytest.mark.parametrize("library", ["transformers", pytest.param("TRL", marks=FULL)])
 
 
 @TRAINERS
 @pytest.mark.parametrize("how", ["evaluate", "train", "predict"])
-def test_metrics_of_radix_batches_are_refused(tmp_path, make_trainer, how):
+def test_metrics_of_radix_batches_are_refused(tmp_path, library, how):
     """One row would be a batch: the tokens are counted correctly, the answers are not."""
     arguments = {"eval_strategy": "steps", "eval_steps": 1} if how == "train" else {}
-    trainer = make_trainer(*radix(), tmp_path, arguments=arguments, **({} if how == "predict" else metrics()))
+    trainer = trainer_of(library, *radix(), tmp_path, arguments=arguments, **({} if how == "predict" else METRICS))
     with pytest.raises(UserError, match=REFUSED):
         getattr(trainer, how)(*([trainer.eval_dataset] if how == "predict" else []))
     assert trainer.state.global_step == 0
@@ -130,9 +97,9 @@ def test_metrics_of_radix_batches_are_refused(tmp_path, make_trainer, how):
 
 def test_a_second_trainer_of_one_model_is_checked_before_it_trains(tmp_path):
     shared, collator = radix()
-    hugging_face(shared, collator, tmp_path).train()
-    trainer = hugging_face(
-        shared, collator, tmp_path, arguments={"eval_strategy": "steps", "eval_steps": 2}, **metrics()
+    trainer_of("transformers", shared, collator, tmp_path).train()
+    trainer = trainer_of(
+        "transformers", shared, collator, tmp_path, arguments={"eval_strategy": "steps", "eval_steps": 2}, **METRICS
     )
     with pytest.raises(UserError, match=REFUSED):
         trainer.train()
@@ -151,70 +118,38 @@ def test_a_training_without_such_an_evaluation_runs(tmp_path, collator):
             self.data_collator = ordinary
             return loader
 
-    own = {"kind": OwnLoader, "arguments": {"eval_strategy": "epoch"}, **metrics()}
-    for given, more in ((collator, metrics()), (DataCollatorForSeq2Seq(tokenizer()), own)):
-        trainer = hugging_face(share_prefixes(model()), given, tmp_path, **more)
+    own = {"kind": OwnLoader, "arguments": {"eval_strategy": "epoch"}, **METRICS}
+    for given, more in ((collator, METRICS), (DataCollatorForSeq2Seq(tokenizer()), own)):
+        trainer = trainer_of("transformers", share_prefixes(model()), given, tmp_path, **more)
         trainer.train()
         assert trainer.state.global_step == 4
 
 
 class TestLossOnly:
     @TRAINERS
-    def test_is_that_of_ordinary_batches(self, tmp_path, make_trainer):
+    def test_is_that_of_ordinary_batches(self, tmp_path, library):
         """In training and after it; TRL's own metrics too, except its count of tokens, which are the unique ones."""
         logs = []
         for arm in (radix, ordinary):
-            trainer = make_trainer(*arm(), tmp_path, arguments={"eval_strategy": "steps", "eval_steps": 2})
+            trainer = trainer_of(library, *arm(), tmp_path, arguments={"eval_strategy": "steps", "eval_steps": 2})
             trainer.train()
             trainer.evaluate()
             logs.append([entry for entry in trainer.state.log_history if "eval_loss" in entry])
-        found, expected = logs
-        compared = [name for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy") if name in expected[0]]
-        assert len(compared) == (3 if make_trainer is trl else 1) and len(expected) == 3
-        for name in compared:
-            np.testing.assert_allclose(*([entry[name] for entry in entries] for entries in logs), rtol=BAR)
-        if make_trainer is trl:
-            assert 0 < found[-1]["eval_num_tokens"] < 0.6 * expected[-1]["eval_num_tokens"], "unique tokens"
+        names = ["eval_loss", *(("eval_entropy", "eval_mean_token_accuracy") if library == "TRL" else ())]
+        found, expected = ([[entry[name] for name in names] for entry in entries] for entries in logs)
+        np.testing.assert_allclose(found, expected, rtol=BAR)
+        assert len(found) == 3
+        if library == "TRL":
+            assert 0 < logs[0][-1]["eval_num_tokens"] < 0.6 * logs[1][-1]["eval_num_tokens"], "unique tokens"
 
     @TRAINERS
-    def test_by_the_training_argument(self, tmp_path, make_trainer):
-        trainer = make_trainer(*radix(), tmp_path, arguments={"prediction_loss_only": True}, **metrics())
-        expected = make_trainer(*ordinary(), tmp_path).evaluate()["eval_loss"]
+    def test_by_the_training_argument(self, tmp_path, library):
+        trainer = trainer_of(library, *radix(), tmp_path, arguments={"prediction_loss_only": True}, **METRICS)
+        expected = trainer_of(library, *ordinary(), tmp_path).evaluate()["eval_loss"]
         predicted = trainer.predict(trainer.eval_dataset)
         assert predicted.predictions is None
         assert predicted.metrics["test_loss"] == pytest.approx(expected, rel=BAR)
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=BAR)
-
-
-class TestOrdinaryEvaluation:
-    """What the message recommends."""
-
-    @TRAINERS
-    def test_metrics_are_those_of_an_untouched_model(self, tmp_path, make_trainer):
-        """By the trainer of the recipe, while it trains and after it, and by a second trainer."""
-        from hf_trainer_metrics import OrdinaryEvaluation
-
-        kind, (prepared, collator) = OrdinaryEvaluation, radix()
-        if make_trainer is trl:
-            from trl import SFTTrainer
-
-            kind = type("OrdinaryEvaluation", (OrdinaryEvaluation, SFTTrainer), {})
-        arguments = {"eval_strategy": "steps", "eval_steps": 2}
-        trainer = make_trainer(prepared, collator, tmp_path, kind=kind, arguments=arguments, **metrics())
-        trainer.train()
-        assert trainer.data_collator is collator
-        assert sum("eval_exact_match" in entry for entry in trainer.state.log_history) == 2
-        untouched, ordinary_collator = ordinary()
-        untouched.load_state_dict(prepared.state_dict())
-        second = make_trainer(prepared, ordinary_collator, tmp_path, **metrics())
-        expected = make_trainer(untouched, ordinary_collator, tmp_path, **metrics()).predict(trainer.eval_dataset)
-        assert expected.metrics["test_exact_match"] > 0
-        for found in (each.predict(trainer.eval_dataset) for each in (trainer, second)):
-            for name in ("test_loss", "test_token_accuracy", "test_exact_match"):
-                assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=BAR)
-            np.testing.assert_array_equal(found.label_ids, expected.label_ids)
-            predicts = expected.label_ids[:, 1:] >= 0  # elsewhere may be padding
-            np.testing.assert_array_equal(found.predictions[:, :-1][predicts], expected.predictions[:, :-1][predicts])
 
 
 @pytest.mark.parametrize(("asked", "refused"), [(True, False), (False, True), (None, True)])
@@ -226,7 +161,7 @@ def test_the_innermost_prediction_step_decides(tmp_path, asked, refused):
         def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: Any, ignore_keys: Any = None):
             return super().prediction_step(model, inputs, asked, ignore_keys)
 
-    trainer = hugging_face(*radix(), tmp_path, kind=Own)
+    trainer = trainer_of("transformers", *radix(), tmp_path, kind=Own)
     if refused:
         with pytest.raises(UserError, match=r"^Own uses the logits"):
             trainer.evaluate()
@@ -237,7 +172,6 @@ def test_the_innermost_prediction_step_decides(tmp_path, asked, refused):
 def test_what_a_wrapper_left_on_the_host_goes_where_the_rows_are():
     """DistributedDataParallel, FSDP and `Trainer` by itself move only tensors."""
     batch = RadixCollator()([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
-    for name in ("input_ids", "inputs_embeds"):
-        moved = on_device_of_rows(batch["radix"], {name: batch["input_ids"].to("meta")})
-        assert {tensor.device.type for tensor in tensors_of(moved)} == {"meta"}
+    moved = on_device_of_rows(batch["radix"], {"inputs_embeds": batch["input_ids"].to("meta")})
+    assert {tensor.device.type for tensor in tensors_of(moved)} == {"meta"}
     assert on_device_of_rows(batch["radix"], batch) is batch["radix"]

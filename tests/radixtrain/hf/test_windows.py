@@ -16,7 +16,6 @@ from radixtrain import RadixCollator, generate, share_prefixes
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.windows import mask_function, no_mask, on_mask
-from tests.support.batches import answers_of, batch_of
 from tests.support.models import tiny_model
 from tests.support.steps import same_step
 
@@ -47,24 +46,20 @@ def test_a_layer_obeys_what_its_own_attention_obeys(family, settings, name, monk
     assert asked == [4 if (family == "Olmoe") == (name == "flash_attention_2") else None] * 2
 
 
+@pytest.mark.parametrize(
+    ("model_class", "mask", "message"),
+    [
+        ("Qwen3ForCausalLM", torch.zeros(1, 1, 10, 10), r"layer 1 gets a mask \(1, 1, 10, 10\) that its model made"),
+        ("MistralForCausalLM", None, r"MistralAttention of layer 1 gets a mask that .* has not made"),
+    ],
+)
 @pytest.mark.usefixtures("hooks_that_may_stay", "without_the_trial")
-def test_a_mask_that_a_model_made(tiny_qwen3):
-    model = share_prefixes(tiny_qwen3())
-    attention = model.model.layers[1].self_attn
-    attention.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, {**kwargs, "attention_mask": torch.zeros(1, 1, 10, 10)}), with_kwargs=True
-    )
-    with pytest.raises(UserError, match=r"Qwen3Attention of layer 1 gets a mask \(1, 1, 10, 10\) that its model made"):
-        model(**RadixCollator()(FEATURES))
-
-
-@pytest.mark.usefixtures("hooks_that_may_stay")
-def test_a_window_whose_mask_does_not_come_from_masking_utils():
-    model = share_prefixes(tiny_model("MistralForCausalLM"))
+def test_a_mask_that_does_not_come_from_masking_utils(model_class, mask, message):
+    model = share_prefixes(tiny_model(model_class))
     model.model.layers[1].self_attn.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
+        lambda module, args, kwargs: (args, {**kwargs, "attention_mask": mask}), with_kwargs=True
     )
-    with pytest.raises(UserError, match=r"MistralAttention of layer 1 gets a mask that .* has not made"):
+    with pytest.raises(UserError, match=message):
         model(**RadixCollator()(FEATURES))
 
 
@@ -95,15 +90,12 @@ def test_a_mask_is_asked_for_its_window(tiny_qwen3, asked, window):
             ask()
 
 
-@pytest.mark.parametrize("window", [3, 64])
-def test_layers_that_take_the_keys_of_earlier_ones(window):
+def test_layers_that_take_the_keys_of_earlier_ones():
     """In a radix batch and in generation. Their masks are cut in Gemma 4."""
     layer_types = ["sliding_attention", "full_attention"] * 2
-    settings = {"layer_types": layer_types, "num_kv_shared_layers": 2, "global_head_dim": 16}
-    model = tiny_model("Gemma4ForCausalLM", num_hidden_layers=4, sliding_window=window, **settings)
+    settings = {"layer_types": layer_types, "num_kv_shared_layers": 2, "global_head_dim": 16, "sliding_window": 3}
+    model = tiny_model("Gemma4ForCausalLM", num_hidden_layers=4, **settings)
     same_step(model, FEATURES, lambda model: [model(**RadixCollator()(FEATURES)).loss])
-    prompts = [feature["input_ids"] for feature in FEATURES]
+    prompts = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 3, 5, 5]])
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    found = generate(model.eval(), **batch_of(prompts), **options)
-    for prompt, answer in zip(prompts, answers_of(found, prompts), strict=True):
-        assert answer == model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    assert torch.equal(generate(model.eval(), prompts, **options), model.generate(prompts, **options))

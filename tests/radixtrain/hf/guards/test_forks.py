@@ -15,7 +15,7 @@ from radixtrain.hf.guards import model as trial
 from radixtrain.verification.oracle import float64_truth
 from tests.support import cases
 from tests.support.models import NEEDS_FORKS, tiny_model
-from tests.support.steps import FEATURES, KINDS, assert_exact, batch_of
+from tests.support.steps import FEATURES, KINDS, Build, assert_exact, batch_of
 
 pytestmark = [NEEDS_FORKS, pytest.mark.usefixtures("free_forks")]
 
@@ -60,9 +60,7 @@ EVERY = [*product(WEIGHTS, PRECISIONS)]
 @pytest.mark.parametrize(
     ("weights", "precision"), cases(EVERY, quick=[each for each in EVERY if each[0] in ("order one", "fresh", "zero")])
 )
-def test_stock_mixers_fork(
-    tiny_hybrid: Callable[..., Any], why_whole: Any, kind: str, weights: str, precision: str
-) -> None:
+def test_stock_mixers_fork(tiny_hybrid: Build, why_whole: Any, kind: str, weights: str, precision: str) -> None:
     torch.manual_seed(0)
     reason = why_whole(WEIGHTS[weights](tiny_hybrid(kind)), precision)
     assert ("does not show" in reason) if weights == "zero" else not reason
@@ -131,7 +129,7 @@ class Kernel:
 
 
 @pytest.fixture
-def with_kernel(tiny_hybrid: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Kernel]:
+def with_kernel(tiny_hybrid: Build, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Kernel]:
     """The tiny Qwen3.5 on a kernel that the file of the model names."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as file
 
@@ -158,19 +156,8 @@ def test_kernels(with_kernel: Any, why_whole: Any, precision: str, weights: str)
             setattr(kernel, which, lambda state: state)
 
 
-@pytest.mark.parametrize(("what", "is_said"), [("good", False), *((what, True) for what in BAD)])
-def test_every_kernel_is_exact(with_kernel: Any, caplog: pytest.LogCaptureFixture, what: str, is_said: bool) -> None:
-    """A bad one computes whole sequences, and a warning names the reason."""
-    model, kernel = with_kernel
-    truth = float64_truth(model, FEATURES)
-    if is_said:
-        kernel.reads = BAD[what][0]
-    assert_exact(share_prefixes(model), truth)
-    assert ("Qwen3_5TextModel computes every sequence from its first token on" in caplog.text) == is_said
-
-
 def test_weights_that_are_not_here(
-    tiny_hybrid: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_hybrid: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As with ZeRO-3 or FSDP: nothing is tried, so sequences are whole, which is not said in every call."""
     model = tiny_hybrid("Qwen3.5")
@@ -204,14 +191,14 @@ class Drops(nn.Module):
 
 
 @pytest.mark.usefixtures("hooks_that_may_stay")
-def test_a_state_that_does_not_show(tiny_hybrid: Callable[..., Any], why_whole: Any) -> None:
+def test_a_state_that_does_not_show(tiny_hybrid: Build, why_whole: Any) -> None:
     model = tiny_hybrid("Qwen3.5")
     model.model.layers[0].linear_attn = Nothing()
     assert why_whole(model) == "the state of Nothing does not show"
 
 
 @pytest.mark.usefixtures("hooks_that_may_stay")
-def test_dropout_does_not_draw(tiny_hybrid: Callable[..., Any], why_whole: Any) -> None:
+def test_dropout_does_not_draw(tiny_hybrid: Build, why_whole: Any) -> None:
     """The trial would take it for a lost gradient."""
     model = tiny_hybrid("Qwen3.5")
     (mixer,) = mixers_of(model.model).values()

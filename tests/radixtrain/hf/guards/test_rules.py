@@ -8,16 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from radixtrain import RadixCollator, generate, score_completions, share_prefixes, sharing_report
+from radixtrain import RadixCollator, generate, share_prefixes, sharing_report
 from radixtrain.errors import UserError
-from radixtrain.testing import relative_error
 from tests.support.models import tiny_model
+from tests.support.steps import assert_same_gradient, same_step
 
-N = -100
-FEATURES = [
-    {"input_ids": [7, 8, 9, 1, 2], "labels": [N, N, N, 1, 2]},
-    {"input_ids": [7, 8, 9, 3], "labels": [N] * 3 + [3]},
-]
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
     {"rope_type": "dynamic_mine", "factor": 2.0, "rope_theta": 1e4},  # of one's own, named as transformers asks
@@ -40,7 +35,9 @@ def test_frequencies_that_follow_the_largest_position(tiny_qwen3, rope, monkeypa
     model = share_prefixes(deepcopy(ordinary))
 
     def batch(first: int) -> dict[str, Any]:
-        return RadixCollator()([{**f, "position_ids": range(first, first + len(f["input_ids"]))} for f in FEATURES])
+        rows = [[7, 8, 9, 1, 2], [7, 8, 9, 3]]
+        features = [{"input_ids": row, "position_ids": range(first, first + len(row))} for row in rows]
+        return RadixCollator(loss_on_all=True)(features)
 
     assert model(**batch(limit - 5)).loss.isfinite()
     message = (
@@ -54,14 +51,6 @@ def test_frequencies_that_follow_the_largest_position(tiny_qwen3, rope, monkeypa
     ]
 
 
-PADDED = {
-    "input_ids": [0, 0, *FEATURES[0]["input_ids"]],
-    "labels": [N, N, *FEATURES[0]["labels"]],
-    "attention_mask": [0, 0, 1, 1, 1, 1, 1],
-}
-POSITIONS = [0, 0, 0, 1, 2, 3, 4]
-
-
 ROWS = [[1, 2, 3, 4, 5, 6, 7, 8, *more] for more in ([9, 1, 2, 3], [9, 1, 5, 5], [2, 2, 3, 1], [9, 3, 3, 4])]
 IDS = torch.tensor(ROWS)
 SCALED = {"floor_scale": 4, "attn_scale": 0.5, "no_rope_layers": [1, 0], "attention_chunk_size": 64}
@@ -72,24 +61,8 @@ def model() -> Any:
     return tiny_model("Llama4ForCausalLM", **SCALED)
 
 
-def trained(model: Any, *calls: dict[str, Any]) -> Tensor:
-    """The loss, averaged over calls of equal weight, and its whole gradient."""
-    model.zero_grad()
-    loss = sum(model(**call).loss for call in calls) / len(calls)
-    loss.backward()
-    grads = (torch.zeros(1) if p.grad is None else p.grad.flatten() for p in model.parameters())
-    return torch.cat([loss.detach()[None], *grads])
-
-
 def batch(ids: Tensor, **more: Any) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "use_cache": False, **more}
-
-
-@pytest.fixture
-def expected(model: Any) -> tuple[Tensor, float]:
-    """Of the ordinary batch, and how far its rows alone are from it."""
-    whole, rows = trained(model, batch(IDS)), trained(model, *(batch(row[None]) for row in IDS))
-    return whole, 8 * float(relative_error(rows, whole))
 
 
 def on_the_right() -> dict[str, Any]:
@@ -97,20 +70,15 @@ def on_the_right() -> dict[str, Any]:
     return batch(wide, attention_mask=mask) | {"labels": wide.masked_fill(mask == 0, -100)}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: batch(IDS),
-        on_the_right,
-        lambda: RadixCollator()([{"input_ids": row, "labels": row} for row in ROWS]),
-    ],
-    ids=["padded", "padded on the right", "radix"],
-)
-def test_queries_scaled_by_their_place(model: Any, expected: tuple[Tensor, float], call: Any) -> None:
+@pytest.mark.parametrize("call", [batch(IDS), on_the_right()], ids=["padded", "padded on the right"])
+def test_queries_scaled_by_their_place(model: Any, call: dict[str, Any]) -> None:
     """As in layers of Llama 4. The scale changes within every row; the 26 unique tokens go on for longer."""
-    whole, bar = expected
-    assert relative_error(trained(share_prefixes(model), call()), whole) <= bar < 1e-4
-    assert sharing_report(model).num_shared == 1
+    assert assert_same_gradient(model, lambda model: model(**call).loss).num_shared == 1
+
+
+def test_queries_of_a_radix_batch_scaled_by_their_place(model: Any) -> None:
+    features = [{"input_ids": row, "labels": row} for row in ROWS]
+    same_step(model, features, lambda model: [model(**RadixCollator()(features)).loss])
 
 
 @pytest.mark.parametrize("kind", ["left", "packed"])
@@ -121,11 +89,8 @@ def test_places_that_count_what_stands_before(model: Any, kind: str) -> None:
         given = batch(wide, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
     else:
         given = batch(IDS.reshape(1, 48), position_ids=torch.arange(12).repeat(1, 4))
-    ordinary = trained(deepcopy(model), given)
-    assert torch.equal(trained(share_prefixes(model), given), ordinary)
-    assert list(sharing_report(model).not_shared) == [
-        "queries are scaled by their place in a row from 4 tokens on, padding counted"
-    ]
+    report = assert_same_gradient(model, lambda model: model(**given).loss)
+    assert list(report.not_shared) == ["queries are scaled by their place in a row from 4 tokens on, padding counted"]
 
 
 def test_generation_scaled_by_the_place(model: Any) -> None:
@@ -133,7 +98,3 @@ def test_generation_scaled_by_the_place(model: Any) -> None:
     answers = [model.generate(row[None], max_new_tokens=4, do_sample=False, eos_token_id=None) for row in IDS]
     found = generate(model, IDS, max_new_tokens=4, do_sample=False, eos_token_id=None)
     assert torch.equal(found, torch.cat(answers))
-    with torch.no_grad():
-        logs = model(IDS).logits.log_softmax(-1)[:, 7:-1].gather(2, IDS[:, 8:, None])[..., 0].sum(1)
-    (scores,) = score_completions(model, [ROWS[0][:8]], [[row[8:] for row in ROWS]])
-    assert relative_error(torch.tensor(scores).sum(1), logs) <= 1e-5

@@ -3,6 +3,7 @@
 That unique rows come back at their places, with their gradients: tests/claims/padded.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,17 +23,14 @@ def plan_of(rows: PaddedIds) -> PrefixPlan:
     return build_prefix_plan(rows.input_ids[rows.attended], rows.cu_seqlens, rows.attended_positions)
 
 
-class TestLiteral:
-    IDS, MASK = [[7, 8, 9, 0], [0, 7, 8, 5]], [[1, 1, 1, 0], [0, 1, 1, 1]]
-
-    def test_unique_rows_and_places(self):
-        """The table of its docstring."""
-        rows = read(self.IDS, self.MASK)
-        plan = plan_of(rows)
-        assert rows.input_ids[rows.attended][plan.gather_indices].tolist() == [7, 8, 5, 9]
-        assert rows.places(plan.inverse_indices, plan.num_rows).rows.tolist() == [[0, 1, 3, 4], [4, 0, 1, 2]]
-        assert rows.cu_seqlens.tolist() == [0, 3, 6]
-        assert (rows.is_left_padded, rows.has_holes, rows.is_packed, rows.max_position) == (True, False, False, 3)
+def test_unique_rows_and_places() -> None:
+    """The table of its docstring."""
+    rows = read([[7, 8, 9, 0], [0, 7, 8, 5]], [[1, 1, 1, 0], [0, 1, 1, 1]])
+    plan = plan_of(rows)
+    assert rows.input_ids[rows.attended][plan.gather_indices].tolist() == [7, 8, 5, 9]
+    assert rows.places(plan.inverse_indices, plan.num_rows).rows.tolist() == [[0, 1, 3, 4], [4, 0, 1, 2]]
+    assert rows.cu_seqlens.tolist() == [0, 3, 6]
+    assert (rows.is_left_padded, rows.has_holes, rows.is_packed, rows.max_position) == (True, False, False, 3)
 
 
 def test_ids_that_are_equal_only_in_their_lower_32_bits():
@@ -48,30 +46,30 @@ def test_with_a_mask_a_jump_of_positions_starts_no_sequence():
 HIDES = r"the loss reads {} places that attention_mask hides.*set the labels of padding to -100.*first token of a row"
 
 
-class TestGradientAtPadding:
-    def backward(self, weights: torch.Tensor, padding: list[int]) -> None:
-        x = torch.ones(weights.shape, dtype=torch.float64, requires_grad=True)
-        y = x * 1
-        check_gradient_at(torch.tensor(padding), y)
-        (y * weights).sum().backward()
+def go_backward(weights: torch.Tensor, padding: list[int]) -> None:
+    x = torch.ones(weights.shape, dtype=torch.float64, requires_grad=True)
+    y = x * 1
+    check_gradient_at(torch.tensor(padding), y)
+    (y * weights).sum().backward()
 
-    def test_none(self):
-        self.backward(torch.tensor([[1.0, 1.0], [0.0, -0.0], [1.0, 1.0]]), [1])
 
-    @pytest.mark.parametrize("value", [1.0, 1e-300, float("nan"), float("inf")])
-    def test_any_value(self, value):
-        with pytest.raises(UserError, match=HIDES.format(1)):
-            self.backward(torch.tensor([[1.0, 1.0], [0.0, value]], dtype=torch.float64), [1])
+NAN, INFINITY = float("nan"), float("inf")
 
-    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_what_is_lost_everywhere(self, value):
-        """0 times infinity. What is finite at padding was read for certain."""
-        self.backward(torch.tensor([[1.0, value], [0.0, float("nan")]]), [1])
-        with pytest.raises(UserError, match=HIDES.format(1)):
-            self.backward(torch.tensor([[1.0, value], [1.0, float("nan")]]), [1])
 
-    def test_more_places_than_are_checked_at_a_time(self):
-        weights = torch.zeros(3 * PLACES_AT_A_TIME, 1)
-        weights[[0, -1]] = 1
-        with pytest.raises(UserError, match=HIDES.format(2)):
-            self.backward(weights, list(range(len(weights))))
+@pytest.mark.parametrize("elsewhere", [[1.0, 1.0], [1.0, NAN], [1.0, INFINITY]])
+@pytest.mark.parametrize(
+    ("at_padding", "is_read"),
+    [([0.0, -0.0], False), ([0.0, 1.0], True), ([1e-300, NAN], True), ([0.0, NAN], None), ([0.0, INFINITY], None)],
+)
+def test_any_number_at_padding_was_read(elsewhere: list[float], at_padding: list[float], is_read: bool | None) -> None:
+    """Except 0 times infinity, where all is lost. What is finite at padding was read for certain."""
+    is_read = elsewhere == [1.0, 1.0] if is_read is None else is_read
+    with pytest.raises(UserError, match=HIDES.format(1)) if is_read else nullcontext():
+        go_backward(torch.tensor([elsewhere, at_padding, elsewhere], dtype=torch.float64), [1])
+
+
+def test_more_places_than_are_checked_at_a_time() -> None:
+    weights = torch.zeros(3 * PLACES_AT_A_TIME, 1)
+    weights[[0, -1]] = 1
+    with pytest.raises(UserError, match=HIDES.format(2)):
+        go_backward(weights, list(range(len(weights))))

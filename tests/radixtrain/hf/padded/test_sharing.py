@@ -14,17 +14,6 @@ MASK = (IDS != 0).long()
 BATCH = {"input_ids": IDS, "attention_mask": MASK}  # 15 places, 12 tokens, 7 unique
 
 
-class TestCounts:
-    def test_literal(self, tiny_qwen3):
-        model = share_prefixes(tiny_qwen3())
-        for _ in range(2):
-            model(**BATCH)
-        report = sharing_report(model)
-        assert (report.num_shared, report.num_places, report.num_tokens, report.num_unique_tokens) == (2, 30, 24, 14)
-        assert report.compression_ratio == 12 / 7
-        assert not report.not_shared and report.plan_seconds > 0
-
-
 class TestOptions:
     @pytest.mark.parametrize(("min_ratio", "shared"), [(0, 1), (15 / 7 - 1e-9, 1), (15 / 7 + 1e-9, 0), (100.0, 0)])
     def test_min_ratio(self, tiny_qwen3, min_ratio, shared):

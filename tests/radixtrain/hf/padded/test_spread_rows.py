@@ -24,9 +24,9 @@ IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 0], [7, 8, 9, 5, 0, 0], 
 MASK = (IDS != 0).long()
 LABELS = IDS.masked_fill(MASK == 0, -100)
 BATCH = {"input_ids": IDS, "attention_mask": MASK}
-LEFT = {name: value.flip(1) for name, value in BATCH.items()}
 WHOLE = {"input_ids": IDS}
 FIRST_THREE = slice(None), slice(3)
+ALIKE = torch.tensor([[5, 7, 8]] * 3)
 
 
 def hidden_of(model: Any, batch: dict[str, Tensor] = BATCH) -> Tensor:
@@ -53,7 +53,6 @@ class TestShares:
     @pytest.mark.parametrize(
         ("loss_of", "expected"),
         [
-            (lambda model: model(**BATCH, labels=LABELS).loss, (10, 24)),
             (lambda model: cross_entropy(model.lm_head(hidden_of(model))), (10, 24)),
             (lambda model: some(model.lm_head(hidden_of(model)[FIRST_THREE])), (3, 12)),
             (lambda model: some(model.lm_head(hidden_of(model)[:, 0])), (1, 4)),
@@ -62,9 +61,9 @@ class TestShares:
             (lambda model: some(model.lm_head(hidden_of(model)[MASK == 1])), (9, 20)),
             (lambda model: cross_entropy(model.lm_head(hidden_of(model) * 2)), (10, 24)),
             (lambda model: cross_entropy(model.lm_head(hidden_of(model).to(torch.device("cpu")))), (10, 24)),
+            (lambda model: some(model(input_ids=ALIKE, logits_to_keep=2).logits), (2, 6)),
         ],
         ids=[
-            "labels",
             "whole",
             "slice",
             "column",
@@ -73,40 +72,29 @@ class TestShares:
             "masked",
             "scaled",
             "to its device",
+            "the last two",
         ],
     )
     def test_views(self, tiny_qwen3, loss_of, expected):
         """24 places, 9 unique rows and padding."""
         assert rows_and_places(tiny_qwen3(), loss_of) == expected
 
-    def test_logits_to_keep_of_rows_that_end_alike(self, tiny_qwen3):
-        ids = torch.tensor([[5, 7, 8], [5, 7, 8], [5, 7, 8]])
-        found = rows_and_places(tiny_qwen3(), lambda model: some(model(input_ids=ids, logits_to_keep=2).logits))
-        assert found == (2, 6)
-
-    def test_two_calls_before_the_heads(self, tiny_qwen3):
-        """As a preference loss that runs the backbone on both answers first."""
-
-        def loss_of(model: Any) -> Tensor:
-            chosen, rejected = hidden_of(model), hidden_of(model, {k: v.roll(1, 0) for k, v in BATCH.items()})
-            losses = cross_entropy(model.lm_head(chosen)), cross_entropy(model.lm_head(rejected), LABELS.roll(1, 0))
-            return losses[0] - 0.3 * losses[1]
-
-        assert rows_and_places(tiny_qwen3(), loss_of) == (20, 48)
-
     def test_in_a_checkpoint_by_chunks(self, tiny_qwen3):
-        """The hidden states are gone, and another call came, when the head runs again: CheckpointError once."""
+        """As a preference loss that runs the backbone on both answers first.
+
+        The hidden states are gone, and another call came, when the head runs again: CheckpointError once.
+        """
 
         def chunk_loss(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
             return cross_entropy(model.lm_head(hidden), labels)
 
         def loss_of(model: Any) -> Tensor:
             total = torch.zeros(())
-            for batch, labels in ((BATCH, LABELS), ({k: v.flip(0) for k, v in BATCH.items()}, LABELS.flip(0))):
-                hidden = hidden_of(model, batch)
+            flipped = {name: value.flip(0) for name, value in BATCH.items()}
+            for hidden, labels in ((hidden_of(model), LABELS), (hidden_of(model, flipped), LABELS.flip(0))):
                 for chunk in (slice(2), slice(2, 4)):
                     rows = hidden[chunk], labels[chunk]
-                    total = total + checkpoint(chunk_loss, model, *rows, use_reentrant=False)
+                    total = 0.3 * total + checkpoint(chunk_loss, model, *rows, use_reentrant=False)
             return total
 
         rows, places = rows_and_places(tiny_qwen3(), loss_of)
