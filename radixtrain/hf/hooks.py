@@ -182,7 +182,8 @@ class BackboneHooks:
         decoder, traits = parts.decoder, traits_of(parts.decoder)
         if traits == self.traits:
             return
-        forget_verdicts(decoder)
+        if self.traits is None or traits[1] != self.traits[1]:  # a new module may have the id of one that is gone
+            forget_verdicts(decoder)
         self.drew = None
         self.changed = why_unsupported(parts, "share_prefixes")
         mixers = list(mixers_of(decoder).values())

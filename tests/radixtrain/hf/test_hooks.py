@@ -16,10 +16,10 @@ from radixtrain.hf.backbone import CACHE
 from radixtrain.verification.oracle import Gradients, float64_throughout, gradients_of
 from tests.support.models import DECODER, tiny_model
 from tests.support.steps import same
-from tests.support.trainers import padded
+from tests.support.trainers import padded_with_labels
 
 IDS = [[7, 8, 9, 1, 2, 5], [7, 8, 9, 3], [7, 8, 9, 3, 4]]  # 8 unique tokens
-PADDED = padded(IDS, IDS, "right", pad=0)
+PADDED = padded_with_labels(IDS, IDS, "right", pad=0)
 
 
 def collated() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
 from tests.support.models import tiny_qwen3
 from tests.support.steps import FEATURES, same
-from tests.support.trainers import padded
+from tests.support.trainers import padded_with_labels
 
 BATCH = RadixCollator()(FEATURES)
 UNLABELLED = {name: value for name, value in BATCH.items() if name != "labels"}  # for compute_loss_func
@@ -139,7 +139,7 @@ def test_exact(case: str, copied: bool) -> None:
         same(truth, gradients_of(model, lambda: [EXACT[case](model)]))
 
 
-PADDED = padded(*([row[name] for row in FEATURES] for name in ("input_ids", "labels")), "right", pad=0)
+PADDED = padded_with_labels(*([row[name] for row in FEATURES] for name in ("input_ids", "labels")), "right", pad=0)
 
 
 def test_only_a_head_is_trained() -> None:

@@ -376,11 +376,13 @@ def test_it_is_tried_once_in_each_mode(tiny_qwen3: Build, monkeypatch: pytest.Mo
     of_calls_without_gradients(model)
     assert len(tries) == 2 and sharing_report(model).num_shared == 3
     for _ in range(3):  # as trainers do around each generation
-        model.gradient_checkpointing_enable()
         model.gradient_checkpointing_disable()
+        model.config.use_cache = True
+        of_calls(model)
+        model.config.use_cache = False
         model.gradient_checkpointing_enable()
         of_calls(model)
-    assert len(tries) == 3 and sharing_report(model).num_shared == 6
+    assert len(tries) == 5 and sharing_report(model).num_shared == 9
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
