@@ -21,6 +21,7 @@ from radixtrain import RadixCollator
 from radixtrain.collators.features import HARMLESS, token_rows
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.testing import ragged_batches
+from tests.collators.predictions import entries_of
 from tests.support.batches import as_python
 
 N = -100
@@ -250,18 +251,11 @@ FEATURES = [
 MERGED = RadixCollator(merge_labels=True)
 
 
-def entries(batch):
-    """(predictor, label, weight, original token) of each prediction."""
-    predictors = batch["radix"].predictor_indices[batch["radix"].prediction_rows].tolist()
-    columns = (batch["shift_labels"][0], batch["radix"].loss_weights, batch["radix"].label_indices)
-    return list(zip(predictors, *(column.tolist() for column in columns), strict=True))
-
-
 def test_three_sequences():
     """The two copies of 8 after 7 cancel, and both stay; a feature without weights weighs 1."""
     batch = MERGED(FEATURES)
     assert batch["input_ids"].tolist() == [[7, 8, 5, 9]]
-    assert entries(batch) == [(0, 8, -2.0, 1), (0, 8, 2.0, 4), (0, 8, 1.0, 7), (1, 9, 0.5, 2), (1, 5, 3.0, 5)]
+    assert entries_of(batch) == [(0, 8, -2.0, 1), (0, 8, 2.0, 4), (0, 8, 1.0, 7), (1, 9, 0.5, 2), (1, 5, 3.0, 5)]
     assert batch["radix"].predictor_indices.tolist() == [0, 1], "one hidden row for all predictions of a predictor"
     assert batch["radix"].loss_weights.dtype == torch.float32
     assert "labels" not in batch
@@ -324,8 +318,7 @@ def test_each_weight_stays_with_its_token(data, sequences, min_shared_tokens, ma
     for batch, members in zip(step.micro_batches, step.members, strict=True):
         packed = [token for index in members for token in features[index]["loss_weights"]]
         assert batch["radix"].loss_weights.dtype == torch.float32
-        columns = batch["shift_labels"][0], batch["radix"].loss_weights, batch["radix"].label_indices
-        for target, weight, token in zip(*(column.tolist() for column in columns), strict=True):
+        for _, target, weight, token in entries_of(batch):
             assert packed[token] == weight
             found.append((target, weight))
     assert sorted(found) == sorted(expected) and step.num_labels == len(expected)

@@ -62,7 +62,7 @@ QUICK += [name for name, (_, rows) in TRIED.items() if rows in (GRIDS, NEIGHBOUR
 
 @EITHER
 @pytest.mark.parametrize("name", cases(TRIED, QUICK))
-def test_each_cause_is_computed_once(name: str, left: bool) -> None:
+def test_the_gradient_is_the_ordinary_one(name: str, left: bool) -> None:
     kind, rows = TRIED[name]
     assert check_padded(KINDS[kind], rows, left=left) == number_of_causes(KINDS[kind], rows)
 
