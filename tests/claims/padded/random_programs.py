@@ -281,8 +281,8 @@ def losses(run: Run) -> Steps:
         "selected": lambda x: of_each(selected(x)),
         "masked": lambda x: x[labels_for(x) != -100].square().mean(),
         "squares": lambda x: of_each(x.square()),
-        "checkpoint": lambda x: checkpoint(cross_entropy, x, use_reentrant=True),
-        "checkpoint z": lambda x: checkpoint(lambda y: of_each(y.logsumexp(-1)), x, use_reentrant=False),
+        "checkpoint": lambda x: checkpoint(cross_entropy, x, use_reentrant=False),
+        "checkpoint z": lambda x: checkpoint(lambda y: of_each(y.logsumexp(-1)), x, use_reentrant=True),
         "labels": lambda x: run.model(**run.batch, labels=IDS.masked_fill(~MASK, -100)).loss,
     }
 
@@ -365,6 +365,7 @@ def allowed(lines: list[Line], way: str) -> list[Line]:
     Of a silent change after a function, torch makes something itself. It crashes (2.13) if a hook is registered on a
     view after the tensor that it shows was changed in place. Only a gradient shows what is read of padding. A
     checkpoint saves its arguments in C++ (2.13), which refuses an ordinary tensor with the data of an inference tensor.
+    A view of a view becomes one of the whole memory, so that its gradient does not pass the view between (a defect).
     """
     kept: list[Line] = []
     for each in lines:
@@ -376,9 +377,11 @@ def allowed(lines: list[Line], way: str) -> list[Line]:
             or each.context
             or each.name in ("detach", "data", "where", "+=", "clamp_")
         )
+        of_a_view_between = each.kind == "gradient" and each.pick and before.count("view") > 1
         of_inference = (each.name, each.context) == ("data =", "inference_mode")
         mixed = each.name == "labels" and "autocast" in (each.context, way)
-        if not (is_silent or on_changed or of_inference or mixed or (way == "padded" and of_padding)):
+        unknown = is_silent, on_changed, of_a_view_between, of_inference, mixed, way == "padded" and of_padding
+        if not any(unknown):
             kept.append(each)
     return kept
 
@@ -428,8 +431,8 @@ def difference(ordinary: Run, shared: Run, bar: float) -> str:
 
 
 def difference_of(one: Any, other: Any, bar: float) -> str:
-    if not isinstance(one, Tensor | float):
-        return "" if one == other else f"{one} is {other}"
+    if not (isinstance(one, Tensor | float) and isinstance(other, Tensor | float)):
+        return "" if one is other or one == other else f"{one} is {other}"
     one, other = torch.as_tensor(one), torch.as_tensor(other)
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return f"{one.dtype} {one.shape} is {other.dtype} {other.shape}"
