@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 from radixtrain import PrefixGroupedSampler, RadixCollator, share_prefixes
 from radixtrain.collators.prefix_sampler import GroupedOrder, ratio_of_batches
 from radixtrain.tree.groups import find_prefix_groups
+from tests.support.models import tiny_qwen3
 
 SMALL = 8
 
@@ -159,7 +160,7 @@ class GroupedTrainer(Trainer):
         return PrefixGroupedSampler(self.train_dataset, self.args.train_batch_size, seed=self.args.seed)
 
 
-def test_hugging_face_trainer(tiny_qwen3, tmp_path):
+def test_hugging_face_trainer(tmp_path):
     """Two epochs in the sampler's orders; a run that resumes inside the second goes on with its next batch."""
     rows = [[token % 50 for token in row] for row in ROWS[:40]]
     data = [{"input_ids": row, "labels": row} for row in rows]

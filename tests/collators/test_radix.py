@@ -17,6 +17,7 @@ from radixtrain.errors import UserError
 from radixtrain.testing import ragged_batches
 from tests.collators.predictions import entries_of, expected_of, predictions_of
 from tests.support.batches import as_python
+from tests.support.models import tiny_qwen3
 
 N = -100
 DOCSTRING = [
@@ -104,7 +105,7 @@ def test_position_ids():
         pytest.param([[7, 8, 9], [5, 6]], {}, [[5, 6, 7], [8, 9, 5]], [[8, 9, N, N], [6, N, N, N]], id="no sharing"),
     ],
 )
-def test_labels_are_never_as_wide_as_ids_so_that_a_stock_model_raises(tiny_qwen3, features, options, ids, expected):
+def test_labels_are_never_as_wide_as_ids_so_that_a_stock_model_raises(features, options, ids, expected):
     batch = RadixCollator(loss_on_all=True, **options)([{"input_ids": each} for each in features])
     assert batch["input_ids"].tolist() == ids
     assert batch["shift_labels"].tolist() == expected

@@ -13,6 +13,7 @@ from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import radix_batch
+from tests.support.models import tiny_qwen3
 
 MODELS = {
     "tied": {},
@@ -70,7 +71,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def build(tiny_qwen3: Callable[..., Any]) -> Callable[..., Any]:
+def build() -> Callable[..., Any]:
     """`build(kind, seed=0)`: a model to train, of a kind of MODELS."""
 
     def model_of(kind: str, seed: int = 0) -> Any:

@@ -3,7 +3,6 @@
 The same operations run on the same shapes, so bits are equal on every processor unless something leaks.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.attention import EVERYWHERE
 from radixtrain.hf.predicting_rows import inputs_of
+from tests.support.models import tiny_qwen3
 
 SHARED = [7, 8, 9, 10]
 KEPT = [[1, 2, 3], [1, 2, 4, 5], [11]]
@@ -37,7 +37,7 @@ def logits_and_losses(model: Any, branch: list[int]) -> list[Tensor]:
 
 @pytest.mark.parametrize("attention", EVERYWHERE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_isolation(tiny_qwen3: Callable[..., Any], attention: str, dtype: torch.dtype) -> None:
+def test_isolation(attention: str, dtype: torch.dtype) -> None:
     model = share_prefixes(tiny_qwen3().to(dtype).eval(), attention=attention)
     *before, own = logits_and_losses(model, CHANGED)
     for place in range(len(CHANGED)):

@@ -21,6 +21,7 @@ from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import ordinary_padded
 from radixtrain.verification.report import EquivalenceReport
 from tests.claims.mistakes import forgotten_prompt, one_level, plant, plant_ends, returning, sibling_leak
+from tests.support.models import tiny_qwen3
 
 # Nested three deep, labels on shared tokens, several labels at branches, one sequence a prefix of another.
 FEATURES = [
@@ -45,7 +46,7 @@ def assert_caught(report: EquivalenceReport) -> None:
 
 
 @pytest.mark.parametrize("attention", ["cascade", "path", "expand", "reference"])
-def test_without_a_mutation(tiny_qwen3: Callable[..., Any], attention: str) -> None:
+def test_without_a_mutation(attention: str) -> None:
     report = verdict(tiny_qwen3(), attention=attention)
     assert report.passed and report.conclusive, str(report)
 
@@ -105,17 +106,17 @@ MUTATED_BATCHES = [
 
 
 @pytest.mark.parametrize("mutate", MUTATED_BATCHES, ids=lambda mutate: mutate.__name__)
-def test_a_mutated_batch(tiny_qwen3: Callable[..., Any], mutate: Callable[..., Any]) -> None:
+def test_a_mutated_batch(mutate: Callable[..., Any]) -> None:
     assert_caught(verdict(tiny_qwen3(), collator=lambda features: mutate(RadixCollator()(features))))
 
 
 @pytest.mark.parametrize("ends_of", [sibling_leak, forgotten_prompt, one_level], ids=lambda ends: ends.__name__)
-def test_a_wrong_mask(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, ends_of: Any) -> None:
+def test_a_wrong_mask(monkeypatch: pytest.MonkeyPatch, ends_of: Any) -> None:
     plant_ends(monkeypatch, ends_of)
     assert_caught(verdict(tiny_qwen3()))
 
 
-def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any]) -> None:
+def test_stock_sdpa_on_a_radix_batch() -> None:
     """A silent failure: a model that is not shared reads jumps of positions as packed documents."""
     model = tiny_qwen3()
     batch = RadixCollator()(FEATURES)
@@ -132,7 +133,7 @@ def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any]) -> None:
     assert_caught(report)
 
 
-def test_top_left_causal(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_left_causal(monkeypatch: pytest.MonkeyPatch) -> None:
     """`is_causal` of sdpa for fewer queries than keys: the new rows of a path see only its beginning."""
     plant(monkeypatch, TorchCPUKernel, "_options", returning({"is_causal": True}))
     assert_caught(verdict(tiny_qwen3(), attention="path"))
@@ -156,9 +157,7 @@ OF_THE_BACKWARD_PASS = {
 
 
 @pytest.mark.parametrize("name", OF_THE_BACKWARD_PASS)
-def test_a_backward_pass_after_a_right_forward_pass(
-    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_backward_pass_after_a_right_forward_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     attention, function, mistake = OF_THE_BACKWARD_PASS[name]
     plant(monkeypatch, merge_attention, function, mistake)
     report = verdict(tiny_qwen3(), attention=attention)
@@ -166,7 +165,7 @@ def test_a_backward_pass_after_a_right_forward_pass(
     assert_caught(report)
 
 
-def test_a_hundred_millionth_too_much(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hundred_millionth_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below the rounding of float32, so only the float64 rung can see it."""
     too_much = lambda real, *args, **options: real(*args, **options) * (1 + 1e-8)  # noqa: E731
     plant(monkeypatch, attention_interface, "tree_attention", too_much)
@@ -175,7 +174,7 @@ def test_a_hundred_millionth_too_much(tiny_qwen3: Callable[..., Any], monkeypatc
     assert report["float32"].passed
 
 
-def test_dead_attention(tiny_qwen3: Callable[..., Any]) -> None:
+def test_dead_attention() -> None:
     """Equal because all gradients are zero, as in a published proof: that proves nothing, and the report says so."""
     model = tiny_qwen3()
     with torch.no_grad():

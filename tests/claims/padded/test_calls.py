@@ -50,7 +50,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("loss", CALLS, ids=lambda loss: loss.__name__)
-def test_the_gradient(tiny_qwen3: Callable[..., Any], batch: PaddedBatch, loss: Callable[..., Tensor]) -> None:
+def test_the_gradient(batch: PaddedBatch, loss: Callable[..., Tensor]) -> None:
     ordinary = tiny_qwen3()
     with float64_throughout(ordinary):
         shared = share_prefixes(deepcopy(ordinary), min_ratio=0.0)
@@ -64,7 +64,7 @@ def test_the_gradient(tiny_qwen3: Callable[..., Any], batch: PaddedBatch, loss: 
 @pytest.mark.parametrize(
     ("mode", "training"), [(torch.no_grad, False), (torch.inference_mode, True), (torch.enable_grad, False)]
 )
-def test_values(tiny_qwen3: Callable[..., Any], batch: PaddedBatch, mode: Any, training: bool) -> None:
+def test_values(batch: PaddedBatch, mode: Any, training: bool) -> None:
     """As a reference model and an evaluation call it."""
     ordinary = tiny_qwen3().train(training)
     with float64_throughout(ordinary), mode():
@@ -77,7 +77,7 @@ def test_values(tiny_qwen3: Callable[..., Any], batch: PaddedBatch, mode: Any, t
 
 
 @pytest.mark.parametrize("layers", [[0, -1], [1], -1, []])
-def test_hidden_states_of_some_layers(tiny_qwen3: Callable[..., Any], batch: PaddedBatch, layers: Any) -> None:
+def test_hidden_states_of_some_layers(batch: PaddedBatch, layers: Any) -> None:
     """The others are None."""
     ordinary = tiny_qwen3()
     wanted = {**batch.inputs, "use_cache": False, "output_hidden_states": layers}
@@ -122,7 +122,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("reads", READERS)
-def test_a_loss_that_reads_padding_is_refused(tiny_qwen3: Callable[..., Any], reads: str) -> None:
+def test_a_loss_that_reads_padding_is_refused(reads: str) -> None:
     """In the backward pass, because only the loss knows what it reads."""
     ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 0, 0, 0]])
     model = share_prefixes(tiny_qwen3())
@@ -133,7 +133,7 @@ def test_a_loss_that_reads_padding_is_refused(tiny_qwen3: Callable[..., Any], re
     assert sharing_report(model).num_shared == 1
 
 
-def test_the_first_label_after_left_padding_is_refused(tiny_qwen3: Callable[..., Any]) -> None:
+def test_the_first_label_after_left_padding_is_refused() -> None:
     """It is predicted from padding. Hugging Face's own loss reads it, if the label is there."""
     ids = torch.tensor([[0, 7, 8, 9], [7, 8, 9, 1], [0, 0, 7, 8]])
     labels = ids.masked_fill(ids == 0, -100)
@@ -173,9 +173,7 @@ ASKS = {
 
 
 @pytest.mark.parametrize("asks", ASKS)
-def test_a_gradient_at_hidden_states_that_is_asked_for_after_the_head(
-    tiny_qwen3: Callable[..., Any], batch: PaddedBatch, asks: str
-) -> None:
+def test_a_gradient_at_hidden_states_that_is_asked_for_after_the_head(batch: PaddedBatch, asks: str) -> None:
     """The head had one row for equal ones, so it is refused."""
     model = share_prefixes(tiny_qwen3(), min_ratio=0.0)
     output = model(**batch.inputs, use_cache=False, output_hidden_states=True)
@@ -184,7 +182,7 @@ def test_a_gradient_at_hidden_states_that_is_asked_for_after_the_head(
         ASKS[asks](output, loss)
 
 
-def test_a_probe_on_a_frozen_model(tiny_qwen3: Callable[..., Any]) -> None:
+def test_a_probe_on_a_frozen_model() -> None:
     """In eval() a loss that reads padding could not be noticed without a gradient that nobody asked for."""
     ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 0, 0, 0]])
     padded = {"input_ids": ids, "attention_mask": (ids != 0).long(), "use_cache": False}
@@ -198,7 +196,7 @@ def test_a_probe_on_a_frozen_model(tiny_qwen3: Callable[..., Any]) -> None:
     assert sharing_report(shared).num_shared == 2
 
 
-def test_the_cache_that_training_does_not_make(tiny_qwen3: Callable[..., Any]) -> None:
+def test_the_cache_that_training_does_not_make() -> None:
     """`config.use_cache` asks for one, and an ordinary model would return it."""
     ids = torch.tensor([[7, 8, 9, 1], [7, 8, 9, 2]])
     model = share_prefixes(tiny_qwen3())

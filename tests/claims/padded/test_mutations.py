@@ -20,7 +20,7 @@ from radixtrain.hf.padded.spread_rows import SpreadRows
 from tests.claims.mistakes import SEEN, forgotten_prompt, plant, plant_ends, returning, sibling_leak
 from tests.support import cases
 from tests.support.batches import PaddedBatch, packed, pad
-from tests.support.models import CORE, since
+from tests.support.models import CORE, since, tiny_qwen3
 from tests.support.steps import Reads, assert_generates_the_same, in_float64
 
 # Nested, one a prefix of another, two identical, one token, one without a shared prefix.
@@ -172,9 +172,7 @@ def test_router_logits_counted_by_unique_token(monkeypatch: pytest.MonkeyPatch) 
 
 @STOPPED_ANYWAY
 @pytest.mark.parametrize(("name", "use_cache"), [("_why_cache", True), ("is_generating", False)])
-def test_hooks_that_engage_while_generating(
-    monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Callable[..., Any], name: str, use_cache: bool
-) -> None:
+def test_hooks_that_engage_while_generating(monkeypatch: pytest.MonkeyPatch, name: str, use_cache: bool) -> None:
     assert_generates_the_same(tiny_qwen3(), use_cache=use_cache)
     plant(monkeypatch, calls, name, returning(None))
     with pytest.raises((*SEEN, AttributeError, TypeError), match="" if use_cache else "calls shared"):

@@ -11,12 +11,13 @@ from radixtrain import share_prefixes, sharing_report
 from radixtrain.tree.runs import RunLayout, cheapest_runs
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 from tests.support.batches import padded
-from tests.support.steps import ONE_KIND, ROWS, Build, assert_exact, assert_generates_the_same
+from tests.support.models import tiny_hybrid
+from tests.support.steps import ONE_KIND, ROWS, assert_exact, assert_generates_the_same
 
 
 @ONE_KIND
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_pairs(tiny_hybrid: Build, monkeypatch: pytest.MonkeyPatch, kind: str, side: str) -> None:
+def test_pairs(monkeypatch: pytest.MonkeyPatch, kind: str, side: str) -> None:
     """Values and gradients of every kept token, with forks wherever they can be."""
     kept: list[int] = []
 
@@ -43,7 +44,7 @@ def test_pairs(tiny_hybrid: Build, monkeypatch: pytest.MonkeyPatch, kind: str, s
 
 
 @pytest.mark.parametrize(("kind", "bias"), [("LFM2", "conv_bias"), ("Bamba", "mamba_proj_bias")])
-def test_left_padding_that_reaches_the_state(tiny_hybrid: Build, kind: str, bias: str) -> None:
+def test_left_padding_that_reaches_the_state(kind: str, bias: str) -> None:
     """Hugging Face's own padding does, through a bias: its values are kept, with positions given or not."""
     batch = padded(ROWS[:4], "left")
     positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -58,5 +59,5 @@ def test_left_padding_that_reaches_the_state(tiny_hybrid: Build, kind: str, bias
     assert sharing_report(model).num_shared == 1
 
 
-def test_generation(tiny_hybrid: Build) -> None:
+def test_generation() -> None:
     assert_generates_the_same(tiny_hybrid("Qwen3.5").eval())

@@ -11,13 +11,14 @@ from radixtrain import restore_model, share_prefixes
 from radixtrain.hf.modules import mixers_of
 from radixtrain.verification.oracle import float64_throughout, float64_truth
 from tests.support.batches import padded
-from tests.support.steps import FEATURES, ONE_KIND, ROWS, Build, assert_exact, batch_of, mixers_in
+from tests.support.models import tiny_hybrid
+from tests.support.steps import FEATURES, ONE_KIND, ROWS, assert_exact, batch_of, mixers_in
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
 @ONE_KIND
-def test_a_deep_copy(tiny_hybrid: Build, kind: str) -> None:
+def test_a_deep_copy(kind: str) -> None:
     """It runs on its own weights, has its own calls, and is saved as an ordinary model."""
     model = tiny_hybrid(kind)
     truth = float64_truth(model, FEATURES)
@@ -31,7 +32,7 @@ def test_a_deep_copy(tiny_hybrid: Build, kind: str) -> None:
     assert copied.state_dict().keys() == tiny_hybrid(kind).state_dict().keys()
 
 
-def test_pickled_for_a_fresh_process(tiny_hybrid: Build, fresh: Any, tmp_path: Any) -> None:
+def test_pickled_for_a_fresh_process(fresh: Any, tmp_path: Any) -> None:
     model = share_prefixes(tiny_hybrid("Qwen3.5"))
     path = tmp_path / "model.pt"
     torch.save((model, batch_of()), path)
@@ -58,7 +59,7 @@ def left_on(model: nn.Module) -> list[Any]:
 
 
 @ONE_KIND
-def test_restore_undoes_it(tiny_hybrid: Build, kind: str) -> None:
+def test_restore_undoes_it(kind: str) -> None:
     model = tiny_hybrid(kind)
     model.gradient_checkpointing_enable()
     before = left_on(model)
@@ -73,7 +74,7 @@ def test_restore_undoes_it(tiny_hybrid: Build, kind: str) -> None:
 @pytest.mark.usefixtures("hooks_that_may_stay")
 @ONE_KIND
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_of_accelerate(tiny_hybrid: Build, kind: str, when: str) -> None:
+def test_hooks_of_accelerate(kind: str, when: str) -> None:
     """They replace the `forward` of a module, as ours do, in either order; ours runs inside or outside of it."""
     from accelerate.hooks import ModelHook, add_hook_to_module
 
@@ -104,7 +105,7 @@ def test_hooks_of_accelerate(tiny_hybrid: Build, kind: str, when: str) -> None:
 
 @ONE_KIND
 @pytest.mark.usefixtures("without_the_trial")
-def test_a_forward_that_replaces_ours_is_refused(tiny_hybrid: Build, kind: str) -> None:
+def test_a_forward_that_replaces_ours_is_refused(kind: str) -> None:
     """As `kernelize` does, at every change between training and evaluation if `use_kernels` is set."""
     model = share_prefixes(tiny_hybrid(kind))
     module = mixers_in(model)[0].module

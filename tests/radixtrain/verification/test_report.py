@@ -1,9 +1,7 @@
 """How large an error may be: what passes, what just does not; the verdict in words, and the table."""
 
-from collections.abc import Callable
 from functools import partial
 from math import inf, isfinite
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from radixtrain.verification.equivalence import compare_gradients, verify_equiva
 from radixtrain.verification.oracle import Gradients
 from radixtrain.verification.report import EquivalenceReport, Rung, TensorError
 from tests.support.batches import FEATURES
+from tests.support.models import tiny_qwen3
 
 Errors = tuple[float, ...]
 HONEST = dict.fromkeys("uvwx", (1.0, 1e-6, 1e-6))
@@ -130,7 +129,7 @@ def test_the_reason_names_the_parameter_the_element_and_its_values() -> None:
     assert reason.endswith("worst element [1, 2]: radix 1.5, ordinary 1, truth 1")
 
 
-def test_the_report_is_a_table(tiny_qwen3: Callable[..., Any]) -> None:
+def test_the_report_is_a_table() -> None:
     lines = str(verify_equivalence(tiny_qwen3().bfloat16(), FEATURES)).splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["float64", "float32", "bfloat16"]
     assert all(line.endswith("equal") for line in lines[2:5])
