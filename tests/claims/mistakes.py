@@ -13,6 +13,7 @@ import radixtrain.hf.attention_interface
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.tree.layout import TreeLayout
+from radixtrain.verification.report import EquivalenceReport
 
 # What shows a mistake: a comparison, the model's own error, or a refusal.
 SEEN = (AssertionError, RuntimeError, ValueError, UserError, pytest.fail.Exception)
@@ -36,6 +37,12 @@ def plant(patch: pytest.MonkeyPatch, owner: Any, name: Any, mistake: Callable[..
 def returning(value: Any) -> Callable[..., Any]:
     """The mistake of a function that always returns this."""
     return lambda real, *args, **options: value
+
+
+def assert_caught(report: EquivalenceReport) -> None:
+    for precision in ("float64", "float32"):
+        assert not report[precision].passed, f"{precision} lets it through:\n{report}"
+    assert "NOT EQUAL" in str(report)
 
 
 # What a row sees: mistakes of the ends of subtrees, in the rows of a tree.

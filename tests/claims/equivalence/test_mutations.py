@@ -20,7 +20,7 @@ from radixtrain.tree.radix_inputs import with_radix
 from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import ordinary_padded
 from radixtrain.verification.report import EquivalenceReport
-from tests.claims.mistakes import forgotten_prompt, one_level, plant, plant_ends, returning, sibling_leak
+from tests.claims.mistakes import assert_caught, forgotten_prompt, one_level, plant, plant_ends, returning, sibling_leak
 from tests.support.models import tiny_qwen3
 
 # Nested three deep, labels on shared tokens, several labels at branches, one sequence a prefix of another.
@@ -37,12 +37,6 @@ pytestmark = pytest.mark.usefixtures("without_the_trial")
 
 def verdict(model: Any, **options: Any) -> EquivalenceReport:
     return verify_equivalence(model, FEATURES, **options)
-
-
-def assert_caught(report: EquivalenceReport) -> None:
-    for precision in ("float64", "float32"):
-        assert not report[precision].passed, f"{precision} lets it through:\n{report}"
-    assert "NOT EQUAL" in str(report)
 
 
 @pytest.mark.parametrize("attention", ["cascade", "path", "expand", "reference"])

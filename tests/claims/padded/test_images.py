@@ -85,10 +85,9 @@ def test_the_features_of_every_image_are_returned(name: str, rows: list[Row]) ->
         assert sharing_report(pair.shared).num_shared == 1
         assert {path for path in expected if "pooler" in path or rows is not ROWS} <= found.keys() <= expected.keys()
         for path in found:
-            assert found[path].shape == expected[path].shape
             torch.testing.assert_close(found[path] + 0, expected[path], rtol=BAR, atol=BAR)
-    inputs["pixel_values"] = inputs["pixel_values"].float()
     with torch.autocast("cpu", torch.bfloat16):
+        inputs = call_of(KINDS[name], rows)
         expected, found = (of_images(model, inputs) for model in (pair.ordinary, pair.shared.float()))
     assert {path: each.dtype for path, each in found.items()} == {path: expected[path].dtype for path in found}
 
@@ -149,10 +148,9 @@ def test_pixels_of_another_dtype(name: str) -> None:
     same_call(KINDS[name].build(), {**inputs, "pixel_values": inputs["pixel_values"].float()}, kept)
 
 
-@pytest.mark.parametrize("letters", ["AA", "AB"])
-def test_placeholders_that_were_cut_off(letters: str) -> None:
+def test_placeholders_that_were_cut_off() -> None:
     """The model itself raises the error that it raises without us, and goes on with the next call."""
-    inputs = call_of(KINDS["LLaVA"], [[7, 8, 9, letters[0]], [7, 8, 9, letters[1]]])
+    inputs = call_of(KINDS["LLaVA"], [[7, 8, 9, "A"], [7, 8, 9, "A"]])
     cut = {name: value[:, :-1] if value.ndim == 2 else value for name, value in inputs.items()}
     model = share_prefixes(KINDS["LLaVA"].build(), min_ratio=0.0)
     with pytest.raises(ValueError, match="do not match"):

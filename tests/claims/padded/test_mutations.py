@@ -175,5 +175,5 @@ def test_router_logits_counted_by_unique_token(monkeypatch: pytest.MonkeyPatch) 
 def test_hooks_that_engage_while_generating(monkeypatch: pytest.MonkeyPatch, name: str, use_cache: bool) -> None:
     assert_generates_the_same(tiny_qwen3(), use_cache=use_cache)
     plant(monkeypatch, calls, name, returning(None))
-    with pytest.raises((*SEEN, AttributeError, TypeError), match="" if use_cache else "calls shared"):
+    with pytest.raises((*SEEN, AttributeError, TypeError), match=None if use_cache else "calls shared"):
         assert_generates_the_same(tiny_qwen3(), use_cache=use_cache)

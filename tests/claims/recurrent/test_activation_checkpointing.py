@@ -34,16 +34,6 @@ def gradients_by_stock_names(model: Any) -> Any:
     return replace(found, tensors=tensors)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@ONE_KIND
-def test_of_transformers(kind: str, use_reentrant: bool) -> None:
-    """It computes a layer's `forward` again, without the layer's hooks."""
-    model = tiny_hybrid(kind)
-    truth = float64_truth(model, FEATURES)
-    share_prefixes(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    assert_exact(model, truth)
-
-
 @pytest.mark.parametrize("implementation", CheckpointImpl)
 @ONE_KIND
 def test_around_a_layer(kind: str, implementation: CheckpointImpl) -> None:
@@ -57,9 +47,12 @@ def test_around_a_layer(kind: str, implementation: CheckpointImpl) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_two_batches_before_the_backward_pass(use_reentrant: bool) -> None:
-    """Each is computed again with its own tree, and an ordinary batch between them without one."""
-    model = tiny_hybrid("Qwen3.5")
+@ONE_KIND
+def test_two_batches_before_the_backward_pass(kind: str, use_reentrant: bool) -> None:
+    """transformers computes a layer's `forward` again, without the layer's hooks: each batch with its own tree, and an
+    ordinary one between them without one.
+    """
+    model = tiny_hybrid(kind)
     ids = torch.tensor([PROMPT])
 
     def terms() -> Iterator[Tensor]:
