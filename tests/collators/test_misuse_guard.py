@@ -51,11 +51,6 @@ class Wrapper(nn.Module):
         return self.model(**batch)
 
 
-def wrapped_by_peft(model: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-
-
 def wrapped_by_ddp(model: Any) -> Any:
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -69,7 +64,6 @@ def compiled(model: Any) -> Any:
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "by itself": lambda model: model,
     "module": Wrapper,
-    "PEFT": wrapped_by_peft,
     "DDP": wrapped_by_ddp,
     "torch.compile": compiled,
 }
