@@ -22,6 +22,7 @@ from radixtrain.tree.radix_inputs import layout_of
 from radixtrain.tree.runs import RunCost, RunLayout, cheapest_runs, runs_of_segments
 from radixtrain.verification.oracle import Features, float64_truth, radix_batch
 from radixtrain.verification.report import Rung
+from tests.claims.equivalence.ways import set_checkpointing
 from tests.support import cases, tries
 from tests.support.models import FAMILIES, NEEDS_FORKS
 from tests.support.steps import same_step
@@ -107,9 +108,7 @@ def test_cases(mixer: str) -> None:
 
 
 @pytest.mark.parametrize("mixer", ONE_OF_EACH)
-def test_generated_tries(
-    set_checkpointing: Callable[[Any, float], None], print_after: Callable[[str, str], None], mixer: str
-) -> None:
+def test_generated_tries(print_after: Callable[[str, str], None], mixer: str) -> None:
     model = tiny(mixer)
     rungs: list[Rung] = []
     num_forks: list[int] = []
