@@ -51,6 +51,7 @@ def main() -> None:
                 accelerator.print(f"epoch {epoch}, batch {number}: loss {loss.item():.4f}")
     accelerator.unwrap_model(model).save_pretrained(options.output_dir)
     tokenizer.save_pretrained(options.output_dir)
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -39,3 +39,4 @@ for batch in (batch for _ in range(options.epochs) for batch in loader):
     optimizer.zero_grad()
     if dist.get_rank() == 0:
         print(f"loss {loss.item():.4f}")
+dist.destroy_process_group()

@@ -45,7 +45,9 @@ from trl import SFTConfig, SFTTrainer
 
 rows = load_dataset("json", data_files="sft/train.jsonl", split="train")
 arguments = SFTConfig(output_dir=sys.argv[1], gradient_checkpointing=False, **STEPS)
-SFTTrainer(model="model", args=arguments, train_dataset=rows).train()
+trainer = SFTTrainer(model="model", args=arguments, train_dataset=rows)
+trainer.train()
+trainer.accelerator.end_training()
 """
 Log = list[tuple[float, float]]
 STEPS: dict[str, Any] = {

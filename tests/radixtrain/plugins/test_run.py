@@ -181,6 +181,7 @@ with float64_arithmetic():
 if settings.process_index == 0:
     steps = [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "loss" in entry]
     print("logged", str(trainer.accelerator.distributed_type), json.dumps(steps))
+trainer.accelerator.end_training()  # an interpreter that ends with gloo's threads may abort
 """
 FSDP2 = """\
 compute_environment: LOCAL_MACHINE
