@@ -104,18 +104,16 @@ def test_the_weights_come_back(dtype: torch.dtype) -> None:
     """Bit for bit, in the same `nn.Parameter` objects, buffers in their own dtype, and tied if they were."""
     model = tiny_qwen3().to(dtype)
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.float()
-    before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    parameters = list(model.parameters())
+    state = dict([*model.named_parameters(), *model.named_buffers()])
+    before = {name: tensor.clone() for name, tensor in state.items()}
     model(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
     with pytest.raises(RuntimeError, match="on the way"), float64_throughout(model):
         assert model.lm_head.weight.dtype == torch.float64
         raise RuntimeError("on the way")
-    after = dict([*model.named_parameters(), *model.named_buffers()])
-    for name, tensor in before.items():
-        assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
-    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert tensor is state[name] and tensor.dtype == before[name].dtype and torch.equal(tensor, before[name]), name
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert all(parameter.grad is None for parameter in parameters)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_flash_attention_is_sdpa_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

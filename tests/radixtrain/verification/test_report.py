@@ -1,5 +1,6 @@
 """How large an error may be: what passes, what just does not; the verdict in words, and the table."""
 
+from collections.abc import Sequence
 from functools import partial
 from math import inf, isfinite
 
@@ -66,26 +67,28 @@ def test_what_is_not_finite_and_what_is_all_zero_fails() -> None:
         assert not made.passed and made.reason
 
 
+def names(tensors: Sequence[TensorError]) -> list[str]:
+    return [tensor.name for tensor in tensors]
+
+
 def test_every_tensor_is_alive_or_dead() -> None:
     made = rung("float64", w=(1.0, 0.0, 0.0), small=(1e-11, 0.0, 0.0), zero=(1e-12, 0.0, 0.0))
-    assert [tensor.name for tensor in made.alive] == ["w", "small"]
-    assert [tensor.name for tensor in made.dead] == ["zero"]
+    assert (names(made.alive), names(made.dead)) == (["w", "small"], ["zero"])
     made = rung("float32", w=(1.0, 0.0, 0.0), small=(1e-5, 0.0, 0.0), drowned=(1e-6, 0.0, 0.0))
-    assert [tensor.name for tensor in made.dead] == ["drowned"]
+    assert names(made.dead) == ["drowned"]
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
 def test_a_truth_that_is_not_a_number_is_alive_and_fails(precision: str) -> None:
     made = rung(precision, w=(1.0, 1e-16, 1e-16), broken=(float("nan"), inf, inf))
     assert not made.passed and not made.dead
-    assert made.worst.name == "broken" and [tensor.name for tensor in made.failed] == ["broken"]
+    assert made.worst.name == "broken" and names(made.failed) == ["broken"]
 
 
 def test_the_furthest_tensor_is_the_first_that_failed() -> None:
     made = rung("float64", good=(1.0, 0.0, 0.0), off=(1.0, 0.0, 1e-3), nan=(1.0, 0.0, inf), far=(1.0, 0.0, 1e-1))
-    assert [tensor.name for tensor in made.failed] == ["nan", "far", "off"]
-    assert made.share(made.tensors[0]) == 0.0
-    assert made.share(made.tensors[1]) == pytest.approx(1e9, rel=1e-2)
+    assert names(made.failed) == ["nan", "far", "off"]
+    assert [made.share(tensor) for tensor in made.tensors[:2]] == [0.0, pytest.approx(1e9, rel=1e-2)]
 
 
 @pytest.mark.parametrize("ordinary_loss", [1.0, 1.655, float("nan")])
@@ -101,7 +104,7 @@ def test_an_ordinary_model_that_disagrees_with_itself_gets_no_verdict(ordinary_l
 
 
 def test_a_gradient_that_is_truly_zero_proves_little() -> None:
-    report = EquivalenceReport((rung("float64", w=(1.0, 0.0, 0.0), zero=(1e-17, 0.0, 1e-17)),))
+    report = EquivalenceReport((rung("float64", **ONE, zero=(1e-17, 0.0, 1e-17)),))
     assert report.passed and not report.conclusive
     assert "zero: zero: the true gradient is zero on this data" in str(report)
 
@@ -109,9 +112,9 @@ def test_a_gradient_that_is_truly_zero_proves_little() -> None:
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (rung("float64", w=(1.0, 0.0, 0.0), zero=(0.0, 0.0, 5.0)), "zero should be zero and is off by 5.0e+00"),
+        (rung("float64", **ONE, zero=(0.0, 0.0, 5.0)), "zero should be zero and is off by 5.0e+00"),
         (rung("float64", w=(0.0, 0.0, 0.0)), "no gradient is alive"),
-        (rung("float64", loss=1.1, w=(1.0, 0.0, 0.0)), "the loss is off by 1.0e-01, at most 1.0e-12 is rounding"),
+        (rung("float64", loss=1.1, **ONE), "the loss is off by 1.0e-01, at most 1.0e-12 is rounding"),
     ],
 )
 def test_the_reason_of_a_failure(made: Rung, reason: str) -> None:
