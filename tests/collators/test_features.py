@@ -253,30 +253,25 @@ def test_what_is_given_without_a_label_is_not_read():
 
 
 FORMS = [list, tuple, np.array, np.int8, np.int32, torch.tensor]
-OF_BITS = [
-    partial(np.array, dtype=bool),
-    lambda bits: [bit == 1 for bit in bits],
-    lambda bits: np.array(bits, np.float16),
-]
+OF_BITS = [partial(np.array, dtype=bool), lambda bits: [bit == 1 for bit in bits]]
+COLUMNS = {
+    "completion_mask": [0, 1, 1],
+    "assistant_masks": [1, 1, 0],
+    "attention_mask": [1, 1, 1],
+    "input_ids": [7, 8, 9],
+    "position_ids": [0, 2, 3],
+    "loss_weights": [0, -2, 1],
+}
+FORMED = [(form, name) for form in FORMS for name in (*COLUMNS, "labels")]
+FORMED += [(form, name) for form in OF_BITS for name in COLUMNS if "mask" in name]
+FORMED += [(partial(np.array, dtype=np.float16), "loss_weights")]
 
 
-@pytest.mark.parametrize("form", [*FORMS, *OF_BITS], ids=range(len(FORMS + OF_BITS)))
-def test_lists_arrays_and_tensors(form):
+@pytest.mark.parametrize(("form", "name"), FORMED, ids=range(len(FORMED)))
+def test_lists_arrays_and_tensors(form, name):
     """Numbers of a column in any form; bits as booleans too, and weights as fractions of any width."""
-    row = {
-        "input_ids": [7, 8, 9],
-        "completion_mask": [0, 1, 1],
-        "assistant_masks": [1, 1, 0],
-        "position_ids": [0, 2, 3],
-    }
-    row |= {"attention_mask": [1, 1, 1], "loss_weights": [0, -2, 1]}
-    takes = ("loss_weights",) if form is OF_BITS[-1] else [name for name in row if form in FORMS or "mask" in name]
-    expected = as_python(MERGED([row]))
-    for name in takes:
-        assert as_python(MERGED([{**row, name: form(row[name])}])) == expected, name
-    labels = {"input_ids": [7, 8, 9], "labels": [N, 8, 9]}
-    if form in FORMS:
-        assert as_python(MERGED([{**labels, "labels": form(labels["labels"])}])) == as_python(MERGED([labels]))
+    row = {**IDS, "labels": [N, 8, 9]} if name == "labels" else COLUMNS
+    assert as_python(MERGED([{**row, name: form(row[name])}])) == as_python(MERGED([row]))
 
 
 @pytest.mark.parametrize("collator", [RadixCollator(), StepCollator(max_tokens=3, merge_labels=False)])
