@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,19 +25,6 @@ import numpy as np
 
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.sorting import SortedSequences, sort_sequences
-
-
-def cut_by_padded_tokens(sequences: Sequence[Sized], max_tokens: int | None) -> list[list[int]]:
-    """Cut as the ordinary baseline does: longest first, until sequences x longest sequence would exceed the budget."""
-    order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
-    batches: list[list[int]] = []
-    for index in order:
-        longest = len(sequences[batches[-1][0]]) if batches else 0
-        if batches and (max_tokens is None or longest * (len(batches[-1]) + 1) <= max_tokens):
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
 
 
 class Shares(NamedTuple):
@@ -90,15 +77,22 @@ def share_by_unique_tokens(
 
 
 def share_by_padded_tokens(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int | None) -> Shares:
-    """Share as the ordinary baseline does: each rank cuts every n-th of the sequences, longest first."""
+    """Share and cut as the ordinary baseline does.
+
+    Each rank takes every n-th of the sequences, longest first, until sequences x longest would exceed the budget.
+    """
     order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
-    groups, paid = [], []
+    groups: list[list[list[int]]] = []
     for rank in range(num_ranks):
-        own = order[rank::num_ranks]
-        places = cut_by_padded_tokens([sequences[index] for index in own], max_tokens)
-        groups.append([[own[place] for place in group] for group in places])
-        paid.append(sum(len(group) * len(sequences[group[0]]) for group in groups[-1]))
-    return Shares(groups, paid)
+        batches: list[list[int]] = []
+        for index in order[rank::num_ranks]:
+            longest = len(sequences[batches[-1][0]]) if batches else 0
+            if batches and (max_tokens is None or longest * (len(batches[-1]) + 1) <= max_tokens):
+                batches[-1].append(index)
+            else:
+                batches.append([index])
+        groups.append(batches)
+    return Shares(groups, [sum(len(each) * len(sequences[each[0]]) for each in batches) for batches in groups])
 
 
 def _bounds_of_ranks(by_order: SortedSequences, num_ranks: int, max_tokens: int | None) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.errors import UserError
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs
 
 
@@ -129,26 +129,26 @@ class RadixCollator:
         )
         predictions = list_predictions(plan, labels, weights)
         layout = TreeLayout.from_plan(plan)
-        shape = (1, plan.num_rows) if self.merge_labels else layout.batch_shape
         if self.merge_labels:
-            targets = _merged(predictions, have_weights=weights is not None)
+            shape = 1, plan.num_rows
+            targets, of_predictions = _merged(predictions, have_weights=weights is not None)
         else:
-            targets = _plain(predictions, plan.cu_seqlens, shape[1])
-        unique_ids = np.resize(ids[plan.gather_indices], shape)
-        return _batch(unique_ids, plan, layout, targets, token_loss=self.token_loss or self.merge_labels)
+            shape = layout.batch_shape
+            targets, of_predictions = _plain(predictions, plan.cu_seqlens, shape[1])
+        of_layout = {"host": layout.host, "plan": layout.rows, "cu_seqlens": layout.cu_seqlens}
+        token_loss = self.token_loss or self.merge_labels
+        return {
+            "input_ids": torch.from_numpy(np.resize(ids[plan.gather_indices], shape)),
+            **targets,
+            "position_ids": torch.tensor(plan.position_ids, device="cpu")[None],
+            RADIX: RadixInputs.of(**of_layout, **of_predictions, token_loss=token_loss),
+        }
 
 
-class _Targets(NamedTuple):
-    """The entries of a batch that a loss reads.
-
-    of_predictions: the fields of its `RadixInputs` about them.
-    """
-
-    labels: dict[str, Tensor]
-    of_predictions: dict[str, Any]
+Targets = tuple[dict[str, Tensor], dict[str, Any]]  # entries of a batch; and fields of its `RadixInputs` about them
 
 
-def _plain(predictions: Predictions, cu_seqlens: IntArray, other_width: int) -> _Targets:
+def _plain(predictions: Predictions, cu_seqlens: IntArray, other_width: int) -> Targets:
     """Make one prediction per original labelled token, for any head and loss of the model, in a row for each sequence.
 
     So a mean for each row is that of an ordinary batch. Each row ends with an ignored prediction, so that a loss that
@@ -177,10 +177,10 @@ def _plain(predictions: Predictions, cu_seqlens: IntArray, other_width: int) -> 
         "label_indices": placed(tokens, 0),
     }
     labels = {"labels": np.roll(shift_labels, 1, axis=1), "shift_labels": shift_labels}
-    return _Targets(_tensors(labels), {**_tensors(fields), "place_rows": placed(rows, -1).reshape(shift_labels.shape)})
+    return _tensors(labels), {**_tensors(fields), "place_rows": placed(rows, -1).reshape(shift_labels.shape)}
 
 
-def _merged(predictions: Predictions, have_weights: bool) -> _Targets:
+def _merged(predictions: Predictions, have_weights: bool) -> Targets:
     """Merge equal predictors, and equal predictions if none has a weight of its own, for `radixtrain.loss`.
 
     Merging those too would round the sum of two weights, which the loss adds in its own dtype. It would also save
@@ -195,22 +195,8 @@ def _merged(predictions: Predictions, have_weights: bool) -> _Targets:
         "loss_weights": merged.weights,  # counts stay integers, so that no trainer's precision rounds them
         **({"label_indices": merged.label_indices} if have_weights else {}),
     }
-    return _Targets(_tensors({"shift_labels": merged.labels[None]}), _tensors(fields))
+    return _tensors({"shift_labels": merged.labels[None]}), _tensors(fields)
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def _batch(ids: IntArray, plan: PrefixPlan, layout: TreeLayout, targets: _Targets, **known: Any) -> dict[str, Any]:
-    """Make the batch of unique tokens.
-
-    ids: (B, L) or (1, U). layout: of the plan. known: the other fields of its `RadixInputs`.
-    """
-    of_layout = {"host": layout.host, "plan": layout.rows, "cu_seqlens": layout.cu_seqlens}
-    return {
-        "input_ids": torch.from_numpy(ids),
-        **targets.labels,
-        "position_ids": torch.tensor(plan.position_ids, device="cpu")[None],
-        RADIX: RadixInputs.of(**of_layout, **targets.of_predictions, **known),
-    }

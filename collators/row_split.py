@@ -10,7 +10,7 @@ sends rows and heads around attention (`hf/sequence_parallel.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,16 +22,34 @@ OF_ROWS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}  # entries by
 OF_PREDICTIONS = ("loss_weights", "label_indices")  # a number for each prediction
 
 
-def rows_per_rank(num_rows: int, size: int) -> int:
-    """Return ceil(U / size), the same on every rank."""
-    return -(-num_rows // size)
+class RowShare(NamedTuple):
+    """The rows of one rank of a group. rank: from 0. size: number of ranks."""
 
+    rank: int
+    size: int
 
-def own_rows(rows: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """Return the rows of one of `size` ranks, filled up with copies of the first: U of `dim` -> ceil(U / size)."""
-    count = rows_per_rank(rows.shape[dim], size)
-    start = min(rank * count, rows.shape[dim])
-    return filled(rows.narrow(dim, start, min(count, rows.shape[dim] - start)), rows.narrow(dim, 0, 1), dim, count)
+    def count(self, num_rows: int) -> int:
+        """Return ceil(U / size), the same on every rank."""
+        return -(-num_rows // self.size)
+
+    def of(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return the rows of the rank, filled up with copies of the first: U of `dim` -> ceil(U / size)."""
+        num_rows, count = x.shape[dim], self.count(x.shape[dim])
+        start = min(self.rank * count, num_rows)
+        return filled(x.narrow(dim, start, min(count, num_rows - start)), x.narrow(dim, 0, 1), dim, count)
+
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the entries of a batch that have a place for each row, for the rows of the rank."""
+        return {name: self.of(batch[name], dim) for name, dim in OF_ROWS.items() if batch.get(name) is not None}
+
+    def predictors(self, predictor_indices: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Return the place of each predictor among the rows of the rank, int64, and whether it is one of them, bool.
+
+        predictor_indices: of `num_rows` rows.
+        """
+        count = self.count(num_rows)
+        rows = predictor_indices - self.rank * count
+        return rows, (rows >= 0) & (rows < count)
 
 
 def filled(rows: Tensor, first: Tensor, dim: int, count: int) -> Tensor:
@@ -40,38 +58,25 @@ def filled(rows: Tensor, first: Tensor, dim: int, count: int) -> Tensor:
     return torch.cat([rows, *[first] * missing], dim) if missing else rows
 
 
-def own_inputs(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Tensor]:
-    """Return the entries of a batch that have a place for each row, for the rows of one of `size` ranks."""
-    found = {name: dim for name, dim in OF_ROWS.items() if batch.get(name) is not None}
-    return {name: own_rows(batch[name], dim, rank, size) for name, dim in found.items()}
-
-
-def own_predictors(predictor_indices: Tensor, num_rows: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return the place of each predictor among the rows of the rank, int64, and whether it is one of them, bool.
-
-    predictor_indices: of `num_rows` rows.
-    """
-    count = rows_per_rank(num_rows, size)
-    rows = predictor_indices - rank * count
-    return rows, (rows >= 0) & (rows < count)
-
-
-def split_batch(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """Return the part of one of `size` ranks. batch: of a `RadixCollator` with `merge_labels`.
+def split_batch(batch: Mapping[str, Any], share: RowShare) -> dict[str, Any]:
+    """Return the part of one rank. batch: of a `RadixCollator` with `merge_labels`.
 
     The layout stays that of all rows. A rank without predictions gets one of weight 0, so that it runs the same passes.
     """
     num_rows, radix = batch["input_ids"].shape[1], radix_of(batch)
-    rows, is_own = own_predictors(radix.predictor_indices, num_rows, rank, size)
-    is_kept = is_own[radix.prediction_rows]
-    missing = int(not is_own.any())
+    rows, has_predictor = share.predictors(radix.predictor_indices, num_rows)
+    is_own = has_predictor[radix.prediction_rows]
+    missing = int(not has_predictor.any())
+
+    def own(values: Tensor) -> Tensor:
+        """Return a number for each prediction of the rank."""
+        return pad(values[is_own], (0, missing))
+
     given = {name: getattr(radix, name) for name in OF_PREDICTIONS}
-    own = {**own_inputs(batch, rank, size), "shift_labels": pad(batch["shift_labels"][:, is_kept], (0, missing))}
-    kept = {name: pad(each[is_kept], (0, missing)) for name, each in given.items() if each is not None}
     return with_radix(
-        {**batch, **own},
-        predictor_indices=pad(rows[is_own], (0, missing)),
-        prediction_rows=pad((is_own.cumsum(0) - 1)[radix.prediction_rows[is_kept]], (0, missing)),
+        {**batch, **share.inputs(batch), "shift_labels": own(batch["shift_labels"][0])[None]},
+        predictor_indices=pad(rows[has_predictor], (0, missing)),
+        prediction_rows=own((has_predictor.cumsum(0) - 1)[radix.prediction_rows]),
         split=num_rows,
-        **kept,
+        **{name: own(values) for name, values in given.items() if values is not None},
     )

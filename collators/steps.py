@@ -19,7 +19,7 @@ from torch import Tensor
 from radixtrain.collators.batching import Shares, share_by_padded_tokens, share_by_unique_tokens
 from radixtrain.collators.features import check_no_weights, packed, token_rows
 from radixtrain.collators.radix import RadixCollator
-from radixtrain.collators.row_split import split_batch
+from radixtrain.collators.row_split import RowShare, split_batch
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.tree.arrays import lengths_of
 from radixtrain.tree.layout import Function, Movable
@@ -119,9 +119,9 @@ class StepCollator:
         num_missing = shares.num_micro_batches - len(groups)
         if num_missing:
             empty = dummy_features(arrays, has_weights=self.merge_labels or not self.dedup)
-            batches += [with_radix(self._collate([empty]), num_tokens=0) for _ in range(num_missing)]
+            batches += [with_radix(self._collator.collate([empty]), num_tokens=0) for _ in range(num_missing)]
         if self.sp_size > 1:
-            batches = [split_batch(batch, self.rank % self.sp_size, self.sp_size) for batch in batches]
+            batches = [split_batch(batch, RowShare(self.rank % self.sp_size, self.sp_size)) for batch in batches]
         return Step(
             micro_batches=batches,
             members=[*groups, *([] for _ in range(num_missing))],
@@ -149,10 +149,10 @@ class StepCollator:
         They are not cut in two, since every rank knows the number of micro-batches before it collates any.
         """
         members = [arrays[index] for index in group]
-        batch = self._collate(members)
+        batch = self._collator.collate(members)
         if self.min_shared_tokens == 1 or self._budget is None or batch["position_ids"].numel() <= self._budget:
             return batch
-        return replace(self, min_shared_tokens=1)._collate(members)
+        return replace(self, min_shared_tokens=1)._collator.collate(members)
 
     @property
     def _budget(self) -> int | None:
@@ -160,18 +160,15 @@ class StepCollator:
         return None if self.max_tokens is None else self.max_tokens * self.sp_size
 
     @cached_property
-    def _collator(self) -> RadixCollator:
+    def _collator(self) -> RadixCollator | PaddedCollator:
+        """Return what collates one micro-batch."""
+        if not self.dedup:
+            return PaddedCollator(pad_token_id=self.pad_token_id)
         return RadixCollator(
             min_shared_tokens=self.min_shared_tokens,
             pad_to_multiple_of=self.pad_to_multiple_of,
             merge_labels=self.merge_labels,
         )
-
-    def _collate(self, arrays: Sequence[TokenRow]) -> dict[str, Any]:
-        """Collate one micro-batch."""
-        if self.dedup:
-            return self._collator.collate(arrays)
-        return PaddedCollator(pad_token_id=self.pad_token_id).collate(arrays)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,18 +89,14 @@ def _bundled(entries: list[Entry], causal: bool) -> Iterator[list[Entry]]:
     for entry in entries:
         if bundle:
             (q0, _, k0, _), (_, q_end, _, k_end) = bundle[0], bundle[-1]
-            follows = (q_end, k_end) == (entry[0], entry[2]) and max(entry[1] - q0, entry[3] - k0) <= BUNDLE
-            if not (follows and (not causal or (_is_square(entry) and _is_square(bundle[0])))):
+            are_short = max(entry[1] - q0, entry[3] - k0) <= BUNDLE
+            are_square = q0 - k0 == q_end - k_end == entry[1] - entry[3]
+            if (q_end, k_end) != (entry[0], entry[2]) or not are_short or (causal and not are_square):
                 yield bundle
                 bundle = []
         bundle.append(entry)
     if bundle:
         yield bundle
-
-
-def _is_square(entry: Entry) -> bool:
-    q0, q1, k0, k1 = entry
-    return q1 - q0 == k1 - k0
 
 
 def _mask_of_bundle(bundle: list[Entry], causal: bool, window: int | None, device: torch.device) -> Tensor:

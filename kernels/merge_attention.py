@@ -95,13 +95,17 @@ class _Routed(torch.autograd.Function):
 
 
 def route_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-    """Compute the output, (U, N, H), and the log-sum-exp, (N, U)."""
+    """Compute the output, (U, N, H), in the dtype of q, and the log-sum-exp, (N, U). Without a gradient."""
+    first, *rest = route.pieces
     if route.keys is not None:
         k, v = k.index_select(0, route.keys), v.index_select(0, route.keys)
+        if route.outputs is not None:
+            q = q.index_select(0, route.keys)
+    own = route.kernel.forward(q, k, v, first.ragged, route.scoring)
+    calls = [*zip(rest, repeat((k, v)), strict=False)]
+    out, lse = merged_pieces(q, own, calls, route.kernel, route.scoring, sinks)
     if route.outputs is None:
-        return attention_in_pieces(q, k, v, sinks, route)
-    assert route.keys is not None
-    out, lse = attention_in_pieces(q.index_select(0, route.keys), k, v, sinks, route)
+        return out, lse
     return out.index_select(0, route.outputs), lse.index_select(1, route.outputs)
 
 
@@ -121,27 +125,13 @@ def route_backward(
     if copies is None:
         return *_backward_in_pieces(dout, q, k, v, out, lse, route), dsinks
     k, v = k.index_select(0, copies), v.index_select(0, copies)
-    if route.outputs is None:
-        dq, dk, dv = _backward_in_pieces(dout, q, k, v, out, lse, route)
-    else:
+    if route.outputs is not None:
         dout = sum_rows(dout, route.outputs, len(copies))
         q, out, lse = q.index_select(0, copies), out.index_select(0, copies), lse.index_select(1, copies)
-        dq, dk, dv = _backward_in_pieces(dout, q, k, v, out, lse, route)
+    dq, dk, dv = _backward_in_pieces(dout, q, k, v, out, lse, route)
+    if route.outputs is not None:
         dq = sum_rows(dq, copies, num_rows)
     return dq, sum_rows(dk, copies, num_rows), sum_rows(dv, copies, num_rows), dsinks
-
-
-def attention_in_pieces(
-    q_UNH: Tensor, k_JKH: Tensor, v_JKH: Tensor, sinks_N: Tensor | None, route: Route
-) -> tuple[Tensor, Tensor]:
-    """Compute attention over pieces, without a gradient.
-
-    Returns (U, N, H), the dtype of q, and the log-sum-exp (N, U).
-    """
-    first, *rest = route.pieces
-    own = route.kernel.forward(q_UNH, k_JKH, v_JKH, first.ragged, route.scoring)
-    calls = [*zip(rest, repeat((k_JKH, v_JKH)), strict=False)]
-    return merged_pieces(q_UNH, own, calls, route.kernel, route.scoring, sinks_N)
 
 
 def _backward_in_pieces(

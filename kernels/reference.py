@@ -13,19 +13,16 @@ from radixtrain.kernels.functions import wide
 from radixtrain.kernels.varlen_args import Scoring
 
 
-def tree_mask(row_subtree_ends: Tensor, row_depths: Tensor | None = None, window: int | None = None) -> Tensor:
+def tree_mask(row_subtree_ends: Tensor, row_depths: Tensor, window: int | None) -> Tensor:
     """Return the mask (U, U), bool: query q (row of the mask) sees key k (column) iff `k <= q < row_subtree_ends[k]`.
 
     row_subtree_ends: (U,), integer. one past the last descendant of each row's segment.
-    row_depths: (U,), integer. place of each row in its sequence, in tokens from 0; only a window needs it.
+    row_depths: (U,), integer. place of each row in its sequence, in tokens from 0.
     window: None, or w: `row_depths[q] - w < row_depths[k]` as well.
     """
     rows = torch.arange(len(row_subtree_ends), device=row_subtree_ends.device)
     seen = (rows[None, :] <= rows[:, None]) & (rows[:, None] < row_subtree_ends[None, :])
-    if window is None:
-        return seen
-    assert row_depths is not None, "a window needs the depth of every row"
-    return seen & (row_depths[:, None] - window < row_depths[None, :])
+    return seen if window is None else seen & (row_depths[:, None] - window < row_depths[None, :])
 
 
 def reference_attention(

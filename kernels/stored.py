@@ -1,6 +1,6 @@
 """Attention onto stored keys: those of each sequence, and shared ones that several sequences see. No backward pass.
 
-U new rows are B sequences of T rows each. N query heads, K key/value heads, G = N / K, H head dim, J keys a sequence.
+The rows are one of each of B sequences. N query heads, K key/value heads, G = N / K, H head dim, J keys a sequence.
 Every query sees the keys of its own sequence that a mask shows, in one batched call, and the shared keys of some other
 pieces whole, in one call for all the queries that see them: they are stored and read once (Hydragen).
 """
@@ -27,25 +27,23 @@ class Readers:
 
     rows: Rows
     number: int
-    device: torch.device
 
-    _calls: dict[int, Ragged] = field(default_factory=dict, init=False, repr=False)
+    _bounds: dict[int, Ragged] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, rows: np.ndarray, device: torch.device) -> Readers:
         """Make the readers of these rows, (n,), int64, ascending. Consecutive rows become a slice."""
         first, end = int(rows[0]), int(rows[-1]) + 1
         if end - first == len(rows):
-            return cls(slice(first, end), len(rows), device)
-        return cls(torch.from_numpy(rows).to(device, non_blocking=True), len(rows), device)
+            return cls(slice(first, end), len(rows))
+        return cls(torch.from_numpy(rows).to(device, non_blocking=True), len(rows))
 
-    def onto(self, num_keys: int) -> Ragged:
-        """Return the bounds of a call of these queries onto so many keys."""
-        if num_keys not in self._calls:
-            bounds = torch.tensor([[0, self.number], [0, num_keys]], dtype=torch.int32, device="cpu")
-            call = Ragged.whole(self.number, num_keys, bounds.to(self.device, non_blocking=True))
-            self._calls[num_keys] = call
-        return self._calls[num_keys]
+    def onto(self, keys: Tensor) -> Ragged:
+        """Return the bounds of these queries onto keys, (n, K, H)."""
+        num_keys = len(keys)
+        if num_keys not in self._bounds:
+            self._bounds[num_keys] = Ragged.whole(self.number, num_keys, keys.device)
+        return self._bounds[num_keys]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,30 +58,22 @@ class Shared:
     @property
     def call(self) -> Call:
         """Return the call of the readers onto these keys."""
-        onto = self.readers.onto(len(self.keys))
-        return Piece(self.readers.rows, slice(None), onto), (self.keys, self.values)
+        return Piece(self.readers.rows, slice(None), self.readers.onto(self.keys)), (self.keys, self.values)
 
 
 def attention_to_own(
-    q_UNH: Tensor, k_BJKH: Tensor, v_BJKH: Tensor, mask: Tensor, kernel: VarlenKernel, scoring: Scoring
+    q_BNH: Tensor, k_BJKH: Tensor, v_BJKH: Tensor, mask: Tensor, kernel: VarlenKernel, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys of each sequence; returns (U, N, H) and the log-sum-exp (N, U).
+    """Attend to the keys of each sequence; returns (B, N, H) and the log-sum-exp (N, B).
 
-    mask: (B, 1, T, J), float32, 0 for what is seen and -inf for what is hidden. Hidden keys are finite.
+    mask: (B, 1, 1, J), float32, 0 for what is seen and -inf for what is hidden. Hidden keys are finite.
 
     The G query heads of a key/value head are G queries of it, so that its keys are read once: in half the time of one
     query with grouped heads (16 sequences of 60, 8 heads of 128 on 2; one CPU thread).
     A kernel that does not loop takes no strided keys with a mask; the eager kernel then computes this.
     """
     looping = kernel if isinstance(kernel, LoopingKernel) else EagerKernel()
-    (number, num_keys, num_heads), num_new = k_BJKH.shape[:3], len(q_UNH) // len(k_BJKH)
-    q_BKTGH = q_UNH.view(number, num_new, num_heads, -1, q_UNH.shape[-1]).transpose(1, 2)
-    num_groups = q_BKTGH.shape[3]
-    if num_new > 1:  # one row of a mask holds for all queries
-        mask = mask.repeat_interleave(num_groups, 2)
-    part = Rectangle(slice(0, num_new * num_groups), slice(0, num_keys), mask)
-    keys = k_BJKH.transpose(1, 2), v_BJKH.transpose(1, 2)
-    out, lse = looping.part_forward(q_BKTGH.flatten(2, 3), *keys, part, scoring)
-    out_UNH = out.unflatten(2, (num_new, num_groups)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
-    lse_NU = lse.unflatten(2, (num_new, num_groups)).permute(1, 3, 0, 2).flatten(2, 3).flatten(0, 1)
-    return out_UNH, lse_NU.contiguous()
+    q_BKGH = q_BNH.unflatten(1, (k_BJKH.shape[2], -1))
+    part = Rectangle(slice(0, q_BKGH.shape[2]), slice(0, k_BJKH.shape[1]), mask)
+    out_BKGH, lse_BKG = looping.part_forward(q_BKGH, k_BJKH.transpose(1, 2), v_BJKH.transpose(1, 2), part, scoring)
+    return out_BKGH.flatten(1, 2), lse_BKG.flatten(1, 2).t().contiguous()

@@ -51,13 +51,11 @@ def flex_refusal(call: KernelCall) -> str | None:
     return "computes no soft-cap" if call.softcap else None
 
 
-def tree_block_mask(
-    subtree_ends: Tensor, depths: Tensor | None = None, window: int | None = None, block: int = BLOCK
-) -> BlockMask:
+def tree_block_mask(subtree_ends: Tensor, depths: Tensor, window: int | None, block: int = BLOCK) -> BlockMask:
     """Make FlexAttention's tree mask, on the device of `subtree_ends`, for all layers with this window.
 
     subtree_ends: (U,), integer. one past the last descendant of each row's segment.
-    depths: (U,), integer. place of each row in its sequence, in tokens from 0; only a window needs it.
+    depths: (U,), integer. place of each row in its sequence, in tokens from 0.
     window: None, or w: query q sees key k only if `depths[q] - w < depths[k]`.
     block: rows of a block.
     """
@@ -70,12 +68,11 @@ def tree_block_mask(
         return (key <= query) & (query < subtree_ends[key])
 
     def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return sees(batch, head, query, key) & (horizon[query] < places[key])
+        return sees(batch, head, query, key) & (horizon[query] < depths[key])
 
     if window is not None:
-        assert depths is not None, "a window needs the depth of every row"
-        places, horizon = depths, depths - window  # a number would become a compile-time constant
-        keys, queries = _in_blocks(places, block), _in_blocks(horizon, block)
+        horizon = depths - window  # a number would become a compile-time constant
+        keys, queries = _in_blocks(depths, block), _in_blocks(horizon, block)
         some &= queries.amin(1)[:, None] < keys.amax(1)
         full &= queries.amax(1)[:, None] < keys.amin(1)
     return BlockMask.from_kv_blocks(

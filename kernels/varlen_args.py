@@ -64,15 +64,11 @@ class Ragged:
     rectangles: dict[int | None, Any] = field(default_factory=dict, init=False, repr=False)  # by window
 
     @classmethod
-    def whole(cls, num_queries: int, num_keys: int, cu_seqlens: Tensor | None = None) -> Ragged:
-        """Make a call of one entry in which every query sees every key.
-
-        cu_seqlens: (2, 2), int32, of the queries and of the keys, `[0, number]` each; made on the host if None.
-        """
-        if cu_seqlens is None:
-            cu_seqlens = torch.tensor([[0, num_queries], [0, num_keys]], dtype=torch.int32, device="cpu")
-        cu_q, cu_k = cu_seqlens
-        return cls(cu_q, cu_k, num_queries, num_keys, causal=False)
+    def whole(cls, num_queries: int, num_keys: int, device: torch.device) -> Ragged:
+        """Make a call of one entry in which every query sees every key. Does not wait for the device."""
+        bounds = torch.tensor([[0, num_queries], [0, num_keys]], dtype=torch.int32, device="cpu")
+        of_queries, of_keys = bounds.to(device, non_blocking=True)
+        return cls(of_queries, of_keys, num_queries, num_keys, causal=False)
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, int, int]:

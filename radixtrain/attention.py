@@ -139,13 +139,13 @@ class Options(NamedTuple):
 class Request(NamedTuple):
     """What computes an attention.
 
-    later: the call onto later rows of the same block, if there is one. is_plain: whether torch's own attention computes
-    the same, and as fast.
+    both_ways: whether rows see the later ones of their block too. is_plain: whether torch's own attention computes the
+    same, and as fast.
     """
 
     choice: AttentionChoice
     scoring: Scoring
-    later: Piece | None
+    both_ways: bool
     is_plain: bool
 
 
@@ -171,30 +171,33 @@ def _checked(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: TreeLayout, options: Options
 ) -> Request:
     attention, kernel, scale, softcap, window, both_ways = options
-    _check_tensors(query, key, value, layout.num_rows, layout.device)
-    _check_modifiers(query, softcap, window, sinks)
+    _check_tensors(query, key, value, sinks, layout)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, or None for no soft-cap; got {softcap}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 (a query sees itself), or None for no window; got {window}")
     binds = window is not None and window < layout.max_seqlen
     scoring = Scoring(scale, softcap, window if binds else None)
-    blocks = layout.blocks if both_ways else None
-    if blocks is not None and attention not in ("auto", *WITH_BLOCKS):
+    both_ways = both_ways and layout.has_blocks
+    if both_ways and attention not in ("auto", *WITH_BLOCKS):
         raise UserError(
             f"attention={attention!r} only attends backwards, and the images of this batch attend in both directions: "
             f"use auto, cascade or path"
         )
     choice = _chosen(attention, kernel, query, scoring)
     is_fast = choice.kernel == "torch" or (kernel == "auto" and choice.kernel in AS_FAST_AS_TORCH)
-    is_plain = choice.strategy == "cascade" and is_fast and sinks is None and blocks is None and softcap is None
-    return Request(choice, scoring, None if blocks is None else blocks.later, is_plain)
+    is_plain = choice.strategy == "cascade" and is_fast and sinks is None and not both_ways and softcap is None
+    return Request(choice, scoring, both_ways, is_plain)
 
 
 def _way(layout: TreeLayout, request: Request) -> Callable[..., Tensor]:
     """Return the function of query, key, value and sinks_N that computes a request."""
-    choice, scoring, later, is_plain = request
+    choice, scoring, both_ways, is_plain = request
     if choice.strategy == "tree":
         mask = tree_block_mask(layout.row_subtree_ends, layout.row_depths, scoring.window)
         return partial(flex_tree_attention, mask=mask, scoring=scoring)
     if choice.strategy == "reference":
-        return partial(reference_attention, mask_UU=_seen(layout, scoring.window, later is not None), scoring=scoring)
+        return partial(reference_attention, mask_UU=_seen(layout, scoring.window, both_ways), scoring=scoring)
     if is_plain and layout.even_shape is not None:
         return partial(_batched_attention, shape=layout.even_shape, scale=scoring.scale)
     return partial(routed_attention, route=_routed(layout, request))
@@ -202,29 +205,31 @@ def _way(layout: TreeLayout, request: Request) -> Callable[..., Tensor]:
 
 def _routed(layout: TreeLayout, request: Request) -> Route:
     """Return the pieces that compute a request, and their kernel."""
-    choice, scoring, later, _ = request
-    kernel = _kernel("eager" if choice.kernel == "none" else choice.kernel, layout.device)
+    choice, scoring, both_ways, _ = request
+    kernel = _kernel(choice.kernel, layout.device)
+    later = layout.later if both_ways else []
     if choice.strategy == "cascade":
-        return Route((*layout.pieces, *([later] if later else [])), kernel, scoring)
+        return Route((*layout.pieces, *later[:1]), kernel, scoring)
     if choice.strategy == "path":
-        further = [layout.onto_paths(later)] if later else []
-        return Route((layout.paths, *further), kernel, scoring, layout.path_keys)
+        return Route((layout.paths, *later[1:]), kernel, scoring, layout.path_keys)
     if choice.strategy == "expand":
         return Route((layout.sequences,), kernel, scoring, layout.inverse_indices, layout.gather_indices)
     # A compiled graph has no autograd inside an operator: there the eager kernel computes under the explicit mask.
-    hidden = ~_seen(layout, scoring.window, later is not None)
+    hidden = ~_seen(layout, scoring.window, both_ways)
     return Route((_masked(hidden),), kernel, scoring.without_window)
 
 
 def _masked(hidden: Tensor) -> Piece:
     """Return the call of all queries onto all keys but the hidden ones. hidden: (queries, keys), bool."""
-    return Piece(slice(None), slice(None), replace(Ragged.whole(*hidden.shape), mask=added_to_scores(hidden)))
+    every = Ragged.whole(hidden.shape[0], hidden.shape[1], hidden.device)
+    return Piece(slice(None), slice(None), replace(every, mask=added_to_scores(hidden)))
 
 
 def _seen(layout: TreeLayout, window: int | None, both_ways: bool) -> Tensor:
     """Return the mask (U, U), bool: which keys each query sees."""
     seen = tree_mask(layout.row_subtree_ends, layout.row_depths, window)
-    return seen | layout.blocks.mask() if both_ways and layout.blocks is not None else seen
+    of_row = layout.block_of_row
+    return seen | ((of_row[:, None] == of_row) & (of_row >= 0)).triu(1) if both_ways else seen
 
 
 # Tree attention as operators of torch, for compiled graphs, which then hold the two tensors of a layout and no number
@@ -373,13 +378,13 @@ def decoding_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention of the next rows of some sequences. No gradient.
+    """Compute attention of the next row of some sequences. No gradient.
 
-    query: (U, N, H), equally many rows of each sequence. own: keys and values of the sequences, (B, J, K, H) each.
-    mask: (B, 1, U / B, J), as in `attention_to_own`. shared: what several of them see whole.
+    query: (B, N, H). own: keys and values of the sequences, (B, J, K, H) each.
+    mask: (B, 1, 1, J), as in `attention_to_own`. shared: what several of them see whole.
     scale, softcap, sinks: as in `tree_attention`.
 
-    Returns (U, N, H), the dtype of query.
+    Returns (B, N, H), the dtype of query.
     """
     scoring = Scoring(scale, softcap)
     kernel = _kernel(_chosen("auto", "auto", query, scoring).kernel, query.device)
@@ -429,7 +434,7 @@ def choose_attention(
     if kernel not in ("auto", *KERNELS):
         raise UserError(f"kernel must be auto, {', '.join(KERNELS)}; got {kernel!r}")
     if attention == "reference":
-        return AttentionChoice(attention, "none", "explicit mask, by request")
+        return AttentionChoice(attention, "eager", "explicit mask, by request")
     if attention == "tree":
         _check_tree(kernel, call)
         return AttentionChoice(attention, "flex_attention", "one call with a mask, by request")
@@ -480,7 +485,8 @@ def _kernel(name: str, device: torch.device) -> VarlenKernel:
     return varlen_kernel(name, device)
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, num_rows: int, device: torch.device) -> None:
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: TreeLayout) -> None:
+    num_rows, device = layout.num_rows, layout.device
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 3 or tensor.shape[0] != num_rows:
             raise ValueError(
@@ -499,13 +505,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, num_rows: int, dev
         raise ValueError(f"head_dim must agree, got {query.shape[2]}, {key.shape[2]} and {value.shape[2]}")
     if not query.dtype.is_floating_point:
         raise ValueError(f"query, key and value must be floating point, got {query.dtype}")
-
-
-def _check_modifiers(query: Tensor, softcap: float | None, window: int | None, sinks: Tensor | None) -> None:
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, or None for no soft-cap; got {softcap}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 (a query sees itself), or None for no window; got {window}")
     if sinks is None:
         return
     if sinks.shape != (query.shape[1],) or not sinks.dtype.is_floating_point:

@@ -24,19 +24,18 @@ if TYPE_CHECKING:
     from radixtrain.verification.oracle import Features
     from radixtrain.verification.report import EquivalenceReport
 
-FREE_FORKS = runs.RunCost(call=0.0, row=1.0, state=0.0)
 # A sequence that gives every parameter of a small model a gradient: if every query sees one key, q and k have none.
 ALIVE = [1, 0, 1, 1, 0, 0, 1, 0]
 
 
 @contextmanager
 def free_forks() -> Iterator[None]:
-    """Let recurrent layers fork at nearly every branch, in rows of any length: only rows cost something."""
-    before, runs.RATES = runs.RATES, FREE_FORKS
+    """Let recurrent layers fork at nearly every branch, in rows of any length."""
+    before, runs.MIN_SAVED = runs.MIN_SAVED, runs.SHORTEST_FORK
     try:
         yield
     finally:
-        runs.RATES = before
+        runs.MIN_SAVED = before
 
 
 def ragged_batches(

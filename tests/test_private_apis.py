@@ -84,7 +84,6 @@ TABLE: dict[str, dict[str, str]] = {
         "os._exit": "ends a worker whose run was killed",
     },
     "radixtrain/hf/attention_interface.py": {
-        "torch._dynamo.config": "has the compiler look at the hooks of a model, so that two of one class are not one",
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
         "torch.nn.Module._parameters": "says in every layer whether it has sinks, without a call of Python",
     },
@@ -97,10 +96,10 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.Tensor._backward_hooks": "tells parameters with a user's hook, which may see no gradient of a trial",
     },
     "radixtrain/hf/guards/rules.py": {
-        "torch.nn.Module._modules": "lists the modules of a model in every call",
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
     },
     "radixtrain/hf/hooks.py": {
+        "torch._dynamo.config": "has the compiler look at the hooks of a model, so that two of one class are not one",
         "torch._dynamo.maybe_mark_dynamic": "keeps the second batch from compiling layers again",
         "torch.nn.Module._forward_pre_hooks": ("finds our hooks, on copies of a head too, and a user's"),
         "torch.nn.Module._forward_pre_hooks_with_kwargs": "is the option of a hook, which goes with it",
@@ -110,8 +109,7 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/padded/calls.py": {"torch.nn.Module._is_replica": "tells a copy that DataParallel made"},
     "radixtrain/hf/padded/causes.py": {
-        "torch.nn.Module._forward_pre_hooks": "tells an embedding that only looks up from one with a hook",
-        "torch.nn.Module._forward_hooks": "tells an embedding that only looks up from one with a hook",
+        "torch.utils._pytree": "makes the masks that wait, one or several, for a call unshared",
         "torch.Tensor._backward_hooks": "says whether someone waits for the gradient of embeddings",
         "torch._C._will_engine_execute_node": "says whether torch.autograd.grad asks for the gradient of embeddings",
     },
@@ -122,10 +120,15 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.utils._pytree": "finds the tensors among the arguments of a function",
         "torch.Tensor._is_view": "says of a tensor without memory whether a function made a view or a copy",
     },
-    "radixtrain/hf/modules.py": {
+    "radixtrain/hf/pictures.py": {
+        "torch.nn.Module._backward_hooks": "tells whether someone reads a gradient before the text decoder",
+        "torch.nn.Module._backward_pre_hooks": "tells whether someone reads a gradient before the text decoder",
+    },
+    "radixtrain/hf/backbone.py": {
         "transformers.PreTrainedModel._gradient_checkpointing_func": (
             "computes a layer again, without the layer's hooks, and may be a user's"
         ),
+        "torch.nn.Module._modules": "walks thousands of modules at every call, in less time than `modules()`",
     },
     "radixtrain/hf/padded/spread_rows.py": {
         "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "the ordinary tensor is made for all",
@@ -139,9 +142,6 @@ TABLE: dict[str, dict[str, str]] = {
         "torch._C._set_throw_on_mutable_data_ptr": "makes an error of C code that takes the memory of such a tensor",
         "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for its shape and dtype",
     },
-    "radixtrain/hf/recurrent.py": {
-        "torch.utils._python_dispatch._disable_current_modes": "no mode fakes the rows of a run",
-    },
     "radixtrain/hf/guards/batch.py": {
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",
         "torch.nn.Module._parameters": "finds the modules that hold a shared matrix",
@@ -151,6 +151,7 @@ TABLE: dict[str, dict[str, str]] = {
             ("torch.nn.Module._call_impl", "torch.nn.Module._compiled_call_impl"),
             "are called in place of `forward` if an instance has one of its own",
         ),
+        "transformers.PretrainedConfig._attn_implementation": "names the attention of each part of a model",
         "transformers.PretrainedConfig._experts_implementation": "names the function that the experts of a model call",
         **dict.fromkeys(
             ("torch.nn.Module._forward_pre_hooks", "torch.nn.Module._forward_hooks"),
@@ -160,7 +161,6 @@ TABLE: dict[str, dict[str, str]] = {
             ("torch.nn.Module._backward_pre_hooks", "torch.nn.Module._backward_hooks"),
             "tells third-party hooks, which a fused head would not run and which see unique tokens",
         ),
-        "torch.nn.Module._modules": "walks thousands of modules at every call, in less time than `modules()`",
         "torch.nn.Identity._hf_hook": "is the hook of Accelerate's that a `forward` runs",
         "torch.overrides._get_current_function_mode_stack": "tells third-party modes, which see unique tokens",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "tells third-party modes of the other kind",
@@ -173,9 +173,6 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers": (
             "ends the workers with their run; Python may collect the circle that holds their loader much later"
         ),
-    },
-    "radixtrain/tree/runs.py": {
-        "torch.utils._python_dispatch._disable_current_modes": "reads numbers on the host under a mode that fakes them",
     },
     "radixtrain/hf/windows.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes what is asked of a mask",

@@ -199,7 +199,10 @@ def _weight_files(model_name_or_path: str) -> list[Path] | None:
         try:
             cached = [try_to_load_from_cache(model_name_or_path, file) for file in (WHOLE, SHARDED)]
         except HFValidationError:  # not a name that the hub could have
-            raise UserError(f"model.model_name_or_path: no such folder: {folder.absolute()}") from None
+            raise UserError(
+                f"{name}: expected a repository id, such as Qwen/Qwen3-0.6B, or a folder; there is no "
+                f"{folder.absolute()}"
+            ) from None
         downloaded = next((Path(path).parent for path in cached if isinstance(path, str)), None)
         if downloaded is None and constants.HF_HUB_OFFLINE:
             raise UserError(

@@ -15,7 +15,7 @@ them, so it belongs to one prefix and to no other. Only leaves are evicted: no p
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
@@ -118,8 +118,7 @@ class RadixCache:
     """
 
     def __init__(self, max_tokens: int | None = None):
-        whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
-        if max_tokens is not None and (not whole or max_tokens < 1):
+        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise UserError(
                 f"max_tokens must be a whole number of tokens >= 1, or None for no limit, got {max_tokens!r}"
             )
@@ -211,10 +210,7 @@ class RadixCache:
         """Empty the tree. Raises RuntimeError if a node is locked."""
         if self.root.locks:
             raise RuntimeError(f"the cache is in use ({self.root.locks} locks) and cannot be cleared")
-        for node in list(self.nodes):
-            node.parent = None
-        self.root.children.clear()
-        self.num_tokens = 0
+        self.root, self.num_tokens = Node(np.zeros(0, dtype=np.int64), None, None), 0
 
     def belong_to(self, owner: Hashable) -> None:
         """Empty the cache if it holds what another owner has stored, such as a model with other weights."""
@@ -246,6 +242,15 @@ class RadixCache:
             del parent.children[int(leaf.tokens[0])]
             leaf.parent = None
         return parent
+
+
+def readers_of(paths: Iterable[Sequence[Node]]) -> dict[Node, list[int]]:
+    """Return which rows see each node, by the path of each row."""
+    readers: dict[Node, list[int]] = {}
+    for row, path in enumerate(paths):
+        for node in path:
+            readers.setdefault(node, []).append(row)
+    return readers
 
 
 def num_shared_tokens(one: IntArray, other: IntArray) -> int:

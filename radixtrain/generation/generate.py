@@ -19,7 +19,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
-from radixtrain.generation.prefill import device_of, generating, prefill
+from radixtrain.generation.prefill import generating
 from radixtrain.generation.prompt_cache import PromptCache, serving
 from radixtrain.hf.backbone import CACHE, model_inside, parts_of
 from radixtrain.hf.guards.code import third_party_hooks
@@ -42,7 +42,7 @@ REFUSED = {
 }
 OF_TEXT = ("input_ids", "attention_mask", "negative_prompt_ids", "negative_prompt_attention_mask")
 MOST_TOKENS = 2**20  # of an answer whose length nothing limits but its end tokens and criteria
-ARGUMENT = next(name for name in CACHE if hasattr(GenerateDecoderOnlyOutput, name))  # and of what it returns
+ARGUMENT = next(name for name in CACHE if hasattr(GenerateDecoderOnlyOutput, name))  # as in what it returns
 
 
 def generate(model: nn.Module, inputs: Tensor | None = None, *, cache: RadixCache | None = None, **kwargs: Any) -> Any:
@@ -70,21 +70,21 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, cache: RadixCach
     """
     parts = parts_of(model_inside(model))
     check_arguments(model, cache, kwargs)
-    ids, mask = _padded_prompts(parts.base, inputs, kwargs)
-    prompts = [row[seen] for row, seen in zip(ids.cpu().numpy(), mask.cpu().numpy(), strict=True)]
-    beginnings = [prompt[:-1] for prompt in prompts]  # without the first token that `model.generate` computes
+    ids = kwargs.pop("input_ids", inputs)
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
+        came = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise UserError(f"input_ids: expected a tensor (B, L) of token ids, as tokenizers return, got {came}")
     num_new = _setting(parts.base, kwargs, "max_new_tokens")
-    with generating(model, parts, max(map(len, beginnings)) + (num_new or 1)):
+    num_checked = ids.shape[1] - 1 + (num_new or 1)
+    with generating(model, parts, num_checked):
         stored = RadixCache() if cache is None else cache
         if cache is not None:
             cache.belong_to(fingerprint(model))
-        ids, mask = (x.to(device_of(parts)) for x in (ids, mask))
+        longest = ids.shape[1] + (num_new or _setting(parts.base, kwargs, "max_length") or MOST_TOKENS)
+        past = PromptCache(parts, stored, longest, num_checked, frees=cache is None)
+        own = {ARGUMENT: past, "use_cache": True, "prefill_chunk_size": None}
         try:
-            ends = prefill(parts, stored, beginnings)
-            longest = ids.shape[1] + (num_new or _setting(parts.base, kwargs, "max_length") or MOST_TOKENS)
-            past = PromptCache(ends, ids.shape[1] - 1, longest, ids.device, frees=cache is None)
-            with serving(parts, past):
-                own = {ARGUMENT: past, "attention_mask": mask.to(ids.dtype), "use_cache": True}
+            with serving(past):
                 return model.generate(input_ids=ids, **{**kwargs, **own})  # type: ignore[operator]
         finally:
             stored.evict_to_budget()
@@ -115,29 +115,6 @@ def _setting(model: nn.Module, kwargs: Mapping[str, Any], name: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _padded_prompts(model: nn.Module, inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return token ids and their mask, bool, (B, L) each; takes them out of `kwargs`.
-
-    Without a mask, `pad_token_id` is padding unless it ends answers too, as in `model.generate`.
-    """
-    given, mask = kwargs.pop("input_ids", inputs), kwargs.pop("attention_mask", None)
-    if not isinstance(given, Tensor) or given.ndim != 2 or not given.numel() or given.is_floating_point():
-        came = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-        raise UserError(f"input_ids: expected a tensor (B, L) of token ids, as tokenizers return, got {came}")
-    ids: Tensor = given
-    if mask is None:
-        pad, eos = (_setting(model, kwargs, name) for name in ("pad_token_id", "eos_token_id"))
-        ends = eos if isinstance(eos, list) else [eos]
-        mask = torch.ones_like(ids) if pad is None or pad in ends else ids != pad
-    mask = mask.to(ids.device) != 0
-    if mask.shape != ids.shape or not mask[:, -1].all() or (mask[:, 1:] < mask[:, :-1]).any():
-        raise UserError(
-            "attention_mask: expected padding on the left only, and at least one token in each row: set "
-            "tokenizer.padding_side = 'left'"
-        )
-    return ids, mask
-
-
 PLAIN = (bool, int, float, str, dict, list, tuple, set)
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # `training`, hooks and the like, which change no weight
 OURS = "_radixtrain"  # what sharing a model leaves on its modules
@@ -166,7 +143,7 @@ def fingerprint(model: nn.Module) -> Hashable:
             (name, weakref.ref(each), third_party_hooks(each), _settings(each)) for name, each in model.named_modules()
         ),
         repr(vars(model_inside(model).config)),
-        tuple((device.type, _autocast(device.type)) for device in sums),
+        tuple((each.type, torch.is_autocast_enabled(each.type), torch.get_autocast_dtype(each.type)) for each in sums),
     )
 
 
@@ -193,9 +170,5 @@ def _factors(device: torch.device) -> Tensor:
 
 def _settings(module: nn.Module) -> str:
     """Show the attributes of a module itself that are plain values, or collections."""
-    own = {name: value for name, value in vars(module).items() if isinstance(value, PLAIN)}
-    return repr({name: x for name, x in own.items() if name not in OF_EVERY_MODULE and not name.startswith(OURS)})
-
-
-def _autocast(device_type: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    own = {name: x for name, x in vars(module).items() if isinstance(x, PLAIN) and name not in OF_EVERY_MODULE}
+    return repr({name: x for name, x in own.items() if not name.startswith(OURS)})

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +21,13 @@ from torch import Tensor, nn
 from radixtrain.attention import continued_attention
 from radixtrain.collators.batching import cut_by_unique_tokens
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.generation.cache import Match, Node, RadixCache
+from radixtrain.generation.cache import Match, Node, RadixCache, readers_of
 from radixtrain.hf.attention_interface import Call, Extent, Heads
-from radixtrain.hf.backbone import Parts
-from radixtrain.hf.guards.batch import check_generation
+from radixtrain.hf.backbone import Parts, num_attention_layers
+from radixtrain.hf.guards.batch import check_length
 from radixtrain.hf.guards.draws import evaluating
 from radixtrain.hf.guards.model import verdict_of
-from radixtrain.hf.guards.rules import WITHOUT
-from radixtrain.hf.modules import num_attention_layers
-from radixtrain.hf.progress import Progress
+from radixtrain.hf.guards.rules import WITHOUT, check_supported
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.stored import Readers, Shared
 from radixtrain.tree.arrays import IntArray, back_to_back, concatenate_ranges, lengths_of
@@ -47,18 +45,19 @@ def generating(model: nn.Module, parts: Parts, longest: int) -> Iterator[None]:
 
     Another thread that generates waits.
 
-    model: as the user gave it, maybe with adapters around it. longest: as in `check_generation`.
+    model: as the user gave it, maybe with adapters around it. longest: tokens of the longest prompt and its answer,
+        without the last one, which is never computed.
 
     Raises UserError for a model or an adapter that cannot generate exactly this way.
     """
-    check_generation(parts, longest)
+    check_supported(parts, "generate")
+    check_length(parts, longest)
     try:
         with _GENERATING, evaluating(model), torch.no_grad():
             verdict = verdict_of(
                 parts.base,
                 parts.backbone,
                 parts.head,
-                progress=Progress(),
                 shape=(3, longest),
                 outer=[parts.base, parts.backbone],
             )
@@ -69,31 +68,20 @@ def generating(model: nn.Module, parts: Parts, longest: int) -> Iterator[None]:
         raise UserError(str(error).replace(TRAIN_WITHOUT_SHARING, WITHOUT["generate"])) from None
 
 
-def device_of(parts: Parts) -> torch.device:
-    """Return the device on which the model takes its tokens."""
-    weight: Tensor = parts.base.get_input_embeddings().weight  # type: ignore[assignment]
-    return weight.device
-
-
-class LayerRows(NamedTuple):
-    """Keys and values of some tokens in one layer, (n, K, H) each."""
-
-    keys: Tensor
-    values: Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class KeyValues:
-    """What a `RadixCache` stores for some tokens: their keys and values, by the number of the attention call."""
+    """What a `RadixCache` stores for some tokens: their keys and values, (2, n, K, H), by the number of the attention
+    call.
+    """
 
-    layers: list[LayerRows]
+    layers: list[Tensor]
 
     def __len__(self) -> int:
-        return len(self.layers[0].keys)
+        return self.layers[0].shape[1]
 
     def __getitem__(self, part: slice) -> KeyValues:
         """Return those of some tokens, in memory of their own, so that the others may be freed."""
-        return KeyValues([LayerRows(keys[part].clone(), values[part].clone()) for keys, values in self.layers])
+        return KeyValues([layer[:, part].clone() for layer in self.layers])
 
 
 class StoredCall(Call):
@@ -125,7 +113,7 @@ class PromptCall(StoredCall):
     sequence continues.
 
     plan: of their ends. ids: (U,), int64. the token of each of its rows. num_stored: tokens of each sequence.
-    readers: the rows that see each stored node. stored: keys and values of the new rows, by attention call.
+    readers: the rows that see each stored node. stored: keys and values of the new rows, as `KeyValues` holds them.
     """
 
     def __init__(self, parts: Parts, sequences: Sequence[IntArray], matches: Sequence[Match]) -> None:
@@ -133,18 +121,20 @@ class PromptCall(StoredCall):
         self.num_stored = [match.length for match in matches]
         tokens, bounds = back_to_back([ids[length:] for ids, length in zip(sequences, self.num_stored, strict=True)])
         lengths = lengths_of(bounds)
-        nodes = {match.node: None for match in matches}
+        nodes = list(dict.fromkeys(match.node for match in matches))
         numbers = {node: number for number, node in enumerate(nodes)}
         owners = np.array([numbers[match.node] for match in matches]).repeat(lengths)
         marked = tokens + owners * (1 + int(tokens.max()))
         self.plan = build_prefix_plan(marked, bounds, concatenate_ranges(np.array(self.num_stored), lengths))
-        first, device = self.plan.gather_indices, device_of(parts)
+        first, device = self.plan.gather_indices, parts.base.device
         super().__init__(parts, on_device(self.plan.position_ids, device), max(map(len, sequences)))
         self.ids = on_device(tokens[first], device)
         self.tree = TreeLayout.from_plan(self.plan).to(device, non_blocking=True)
-        self.readers = {node: Readers.of(rows, device) for node, rows in readers_of(list(nodes), owners[first])}
+        paths = [node.path for node in nodes]
+        readers = readers_of(paths[owner] for owner in owners[first].tolist())
+        self.readers = {node: Readers.of(np.array(rows), device) for node, rows in readers.items()}
         self.places = {node: sum(len(above.tokens) for above in node.path[:-1]) for node in self.readers}
-        self.stored: list[LayerRows] = []
+        self.stored: list[Tensor] = []
 
     def run(self) -> None:
         """Run the model without its head."""
@@ -153,31 +143,20 @@ class PromptCall(StoredCall):
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Store the keys and values of the new rows, and attend to them and to what they continue."""
-        query, key, value = heads
-        self.stored.append(LayerRows(key, value))
+        self.stored.append(torch.stack(heads[1:]))
         shared = []
         for node, readers in self.readers.items():
             keys, values = node.rows.layers[len(self.ran)]
             shared.append(Shared(readers, keys, values, self.places[node]))
         del scoring["both_ways"]  # only images attend so
-        how = {"depths": self.depths, "window": window, **scoring}
-        return continued_attention(query, key, value, self.tree, shared, **how)
+        return continued_attention(*heads, self.tree, shared, depths=self.depths, window=window, **scoring)
 
     def key_values(self, sequence: int, start: int) -> KeyValues:
         """Return the keys and values of a sequence from a place in it on."""
         first, end = self.plan.cu_seqlens[sequence : sequence + 2]
         new = self.plan.inverse_indices[first + start - self.num_stored[sequence] : end]
         rows = on_device(new, self.depths.device)
-        return KeyValues([LayerRows(*(x.index_select(0, rows) for x in layer)) for layer in self.stored])
-
-
-def readers_of(nodes: Sequence[Node], owners: IntArray) -> Iterator[tuple[Node, IntArray]]:
-    """Yield each stored node with the rows that see it. owners: (U,). which of the nodes each row continues."""
-    below: dict[Node, list[int]] = {}
-    for number, node in enumerate(nodes):
-        for above in node.path:
-            below.setdefault(above, []).append(number)
-    return ((node, np.flatnonzero(np.isin(owners, numbers))) for node, numbers in below.items())
+        return KeyValues([layer.index_select(1, rows) for layer in self.stored])
 
 
 def prefill(parts: Parts, cache: RadixCache, prompts: Sequence[IntArray]) -> list[Node]:

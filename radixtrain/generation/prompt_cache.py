@@ -26,8 +26,9 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from radixtrain.attention import decoding_attention
-from radixtrain.generation.cache import Node
-from radixtrain.generation.prefill import LayerRows, StoredCall
+from radixtrain.errors import UserError
+from radixtrain.generation.cache import Node, RadixCache, readers_of
+from radixtrain.generation.prefill import StoredCall, prefill
 from radixtrain.hf.attention_interface import Heads
 from radixtrain.hf.backbone import CACHE, Parts, arguments_of
 from radixtrain.hf.guards.batch import check_length
@@ -64,40 +65,34 @@ class Tails:
         tokens = pad_sequence(last, batch_first=True, padding_value=-1, padding_side="left")
         return cls(nodes, tokens.to(device, non_blocking=True))
 
-    def of_layer(self, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer, (B, K, T, H) each. like: new keys, (B, K, n, H)."""
-        if not self.nodes:
-            return like[:, :, :0], like[:, :, :0]
-        keys, values = map(torch.cat, zip(*(node.rows.layers[number] for node in self.nodes), strict=True))
-        return keys[self.tokens].transpose(1, 2), values[self.tokens].transpose(1, 2)
-
 
 class PromptCache(Cache):
     """Keys and values of prompts, stored once where several rows share them, and beside them each row's own.
 
-    It works inside `serving`, which hides it from the layers: the attention function receives it.
+    The first forward pass brings the prompts. It works inside `serving`, which hides it from the layers: the attention
+    function receives it.
 
-    layers: each row's own keys and values, (B, K, columns, H), with columns to spare.
+    own: each row's own keys and values, by layer, (2, B, K, columns, H), with columns to spare.
     num_new: columns that hold tokens after the prompts.
     """
 
-    layers: list[Any]
+    def __init__(self, parts: Parts, stored: RadixCache, longest: int, num_checked: int, frees: bool) -> None:
+        """Make a cache that computes prompts into another one.
 
-    def __init__(self, ends: Sequence[Node], width: int, longest: int, device: torch.device, frees: bool) -> None:
-        """Make the cache of some prompts.
-
-        ends: where each prompt ends in its `RadixCache`. width: of the padded prompts, in tokens.
-        longest: sequence that there may be, in tokens.
+        longest: sequence that there may be, in tokens. num_checked: tokens of a sequence that the model is known to
+            take.
         frees: whether what is copied is freed where it was stored.
         """
         super().__init__(layers=[DynamicLayer()])  # without any it passes for a recurrent model's
-        self.width, self.longest, self.device, self.frees = width, longest, device, frees
-        self.num_new = 0
-        self._paths = [end.path for end in ends]  # of each row, from the first call on
+        self.parts, self.stored, self.frees = parts, stored, frees
+        self.longest, self.num_checked = longest, num_checked
+        self.width = self.num_new = 0  # of the padded prompts without their last tokens, and after them
+        self.own: list[Tensor] = []
+        self._paths: list[list[Node]] = []  # of each row
         self._lengths = np.zeros(0, dtype=np.int64)  # of each row's prompt
         self._readers: dict[Node, Readers] = {}  # rows that read each shared node
         self._tails: dict[int | None, Tails] = {}  # by window; None for layers in which none may bind
-        self._shared: list[dict[Node, LayerRows]] = []  # of each layer
+        self._shared: list[list[Shared]] = []  # of each layer
         self._masks: dict[int | None, Tensor] = {}  # of one step, by window
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -112,25 +107,38 @@ class PromptCache(Cache):
 
     batch_select_indices = batch_repeat_interleave = crop = update
 
-    def begin(self, parts: Parts, num_rows: int) -> RowsCall:
-        """Begin a forward pass of the next token of each row."""
-        if not self.num_new:
-            self._share(num_rows // len(self._paths))
-        self._masks = {}
-        return RowsCall(self, parts, self._lengths + self.num_new)
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let rows go on from others of the same prompt, (B,), int64."""
+        self.own = [layer.index_select(1, beam_idx) for layer in self.own]
 
-    def _share(self, num_answers: int) -> None:
-        """Choose the nodes that stay where they are stored, and find who reads them. num_answers: to each prompt."""
-        self._paths = [path for path in self._paths for _ in range(num_answers)]
+    def begin(self, ids: Tensor, mask: Tensor | None) -> RowsCall:
+        """Begin a forward pass of the next token of each row. ids: (B, L), at first the prompts. mask: of them."""
+        if not self._paths:
+            self._prefill(ids, mask)
+        assert ids.shape[1] == 1 or not self.num_new, "the next token of each row"
+        self._masks = {}
+        return RowsCall(self, self._lengths + self.num_new)
+
+    def _prefill(self, ids: Tensor, mask: Tensor | None) -> None:
+        """Compute the prompts but for their last tokens. ids: (B, L). mask: (B, L), 0 at padding; None without any."""
+        hidden = torch.zeros_like(ids, dtype=torch.bool) if mask is None else mask == 0
+        if hidden.shape != ids.shape or hidden[:, -1].any() or (hidden[:, 1:] > hidden[:, :-1]).any():
+            raise UserError(
+                "attention_mask: expected padding on the left only, and at least one token in each row: set "
+                "tokenizer.padding_side = 'left'"
+            )
+        prompts, numbers = ids.masked_fill(hidden, -1).unique(dim=0, return_inverse=True)
+        ends = prefill(self.parts, self.stored, [row[row >= 0][:-1] for row in prompts.cpu().numpy()])
+        self.width, self._paths = ids.shape[1] - 1, [ends[number].path for number in numbers.tolist()]
         self._lengths = np.array([sum(len(node.tokens) for node in path) for path in self._paths])
-        rows: dict[Node, list[int]] = {}
-        for row, path in enumerate(self._paths):
-            for node in path:
-                rows.setdefault(node, []).append(row)
+        self._share(ids.device)
+
+    def _share(self, device: torch.device) -> None:
+        """Choose the nodes that stay where they are stored, and find who reads them."""
         self._readers = {
-            node: Readers.of(np.array(each), self.device)
-            for node, each in rows.items()
-            if len(node.tokens) * (len(each) - 1) >= PIECE_CELLS
+            node: Readers.of(np.array(rows), device)
+            for node, rows in readers_of(self._paths).items()
+            if len(node.tokens) * (len(rows) - 1) >= PIECE_CELLS
         }
 
     def attend(self, number: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
@@ -138,25 +146,27 @@ class PromptCache(Cache):
 
         window: of the layer, if it may bind.
         """
-        query, new_keys, new_values = heads
+        query, new = heads[0], torch.stack(heads[1:])
         if number == len(self._shared):
-            self._open(number, window, new_keys[:, :, None])
-        layer, place = self.layers[number], self._tails[window].tokens.shape[1] + self.num_new
-        layer.keys, layer.values = _with(layer.keys, new_keys, place), _with(layer.values, new_values, place)
-        keys, values = (x[:, :, : place + 1].transpose(1, 2) for x in (layer.keys, layer.values))
-        shared = [Shared(self._readers[node], *stored) for node, stored in self._shared[number].items()]
-        return decoding_attention(query, (keys, values), self._mask(window), shared, **scoring)
+            self._open(number, window, new)
+        place = self._tails[window].tokens.shape[1] + self.num_new
+        self.own[number] = _with(self.own[number], new, place)
+        keys, values = self.own[number][:, :, :, : place + 1].transpose(2, 3)
+        return decoding_attention(query, (keys, values), self._mask(window), self._shared[number], **scoring)
 
-    def _open(self, number: int, window: int | None, new_keys: Tensor) -> None:
-        """Begin a layer: copy tails to it, hold what its rows share, and free the prompts if no one needs them."""
+    def _open(self, number: int, window: int | None, new: Tensor) -> None:
+        """Begin a layer: copy tails to it, hold what its rows share, and free the prompts if no one needs them.
+
+        new: keys and values of the step, (2, B, K, H).
+        """
         stays = self._readers if window is None else {}
         if window not in self._tails:
-            tails = [[node for node in path if node not in stays] for path in self._paths]
-            self._tails[window] = Tails.of(tails, self.device, None if window is None else window - 1)
-        if number:
-            self.layers.append(DynamicLayer())
-        self.layers[number].update(*self._tails[window].of_layer(number, new_keys))
-        self._shared.append({node: node.rows.layers[number] for node in stays})
+            copied = [[node for node in path if node not in stays] for path in self._paths]
+            self._tails[window] = Tails.of(copied, new.device, None if window is None else window - 1)
+        tails = self._tails[window]
+        stored = torch.cat([new[:, :0], *(node.rows.layers[number] for node in tails.nodes)], 1)
+        self.own.append(stored[:, tails.tokens].transpose(2, 3))
+        self._shared.append([Shared(readers, *node.rows.layers[number]) for node, readers in stays.items()])
         if self.frees:
             for node in set(chain(*self._paths)):
                 node.rows.layers[number] = None
@@ -167,27 +177,28 @@ class PromptCache(Cache):
             hidden = nn.functional.pad(self._tails[window].tokens < 0, (0, self.num_new + 1))[:, None, None]
             if window is not None:
                 hidden[..., :-window] = True
-            self._masks[window] = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, float("-inf"))
+            self._masks[window] = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
         return self._masks[window]
 
 
 def _with(x: Tensor, new: Tensor, place: int) -> Tensor:
-    """Write a new column, (B, K, H), at a place. Returns x itself, or a wider copy."""
-    if place >= x.shape[2]:
-        wider = x.new_empty(*x.shape[:2], place + 1 + SPARE, x.shape[3])
-        wider[:, :, :place] = x[:, :, :place]
+    """Write a new column, (2, B, K, H), at a place. Returns x itself, or a wider copy."""
+    if place >= x.shape[3]:
+        wider = x.new_empty(*x.shape[:3], place + 1 + SPARE, x.shape[4])
+        wider[:, :, :, :place] = x[:, :, :, :place]
         x = wider
-    x[:, :, place] = new
+    x[:, :, :, place] = new
     return x
 
 
 class RowsCall(StoredCall):
     """A forward pass of the next token of each row."""
 
-    def __init__(self, cache: PromptCache, parts: Parts, places: IntArray) -> None:
+    def __init__(self, cache: PromptCache, places: IntArray) -> None:
         """Take the places of the new tokens in their sequences, (B,), int64."""
-        check_length(parts, int(places.max()) + 1)
-        super().__init__(parts, on_device(places, cache.device), cache.longest)
+        if (longest := int(places.max()) + 1) > cache.num_checked:
+            check_length(cache.parts, longest)
+        super().__init__(cache.parts, on_device(places, cache.parts.base.device), cache.longest)
         self.cache = cache
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
@@ -196,11 +207,12 @@ class RowsCall(StoredCall):
         return self.cache.attend(len(self.ran), heads, window, **scoring)
 
     def end(self, output: Any) -> Any:
-        """Return the output of the model with the logits of each row, (B, 1, V), and its cache."""
-        self.check()
+        """Return the output of the model with the logits of each row, (B, 1, V)."""
+        if not self.cache.num_new:
+            self.check()
+        assert len(self.ran) == len(self.cache.own), "the layers of the first step"
         self.cache.num_new += 1
         output.logits = output.logits.transpose(0, 1)
-        output[next(name for name in CACHE if hasattr(output, name))] = self.cache
         return output
 
 
@@ -208,7 +220,7 @@ OF_CALL = {"use_cache", "logits_to_keep", *CACHE}  # arguments that only an ordi
 
 
 @contextmanager
-def serving(parts: Parts, cache: PromptCache) -> Iterator[None]:
+def serving(cache: PromptCache) -> Iterator[None]:
     """Let calls of the model with this cache run on all rows as one sequence, whose layers attend to the cache."""
 
     def before(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -216,18 +228,18 @@ def serving(parts: Parts, cache: PromptCache) -> Iterator[None]:
         if all(given.get(name) is not cache for name in CACHE):
             return None
         ids: Tensor = given["input_ids"]
-        assert ids.shape[1] == 1, "the last token of each row"
-        call = cache.begin(parts, len(ids))
+        call = cache.begin(ids, given.get("attention_mask"))
         options = {name: x for name, x in given.items() if not isinstance(x, Tensor) and name not in OF_CALL}
-        return (), {**options, **call.arguments(ids.flatten())}
+        return (), {**options, **call.arguments(ids[:, -1])}
 
     def after(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         call = kwargs.get("radix_call")
         return call.end(output) if isinstance(call, RowsCall) else None
 
+    base = cache.parts.base
     hooks = (
-        parts.base.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        parts.base.register_forward_hook(after, with_kwargs=True, prepend=True),
+        base.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        base.register_forward_hook(after, with_kwargs=True, prepend=True),
     )
     try:
         yield

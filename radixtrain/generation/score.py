@@ -11,8 +11,9 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import Parts, model_inside, parts_of
+from radixtrain.hf.guards.batch import check_length
 from radixtrain.hf.guards.draws import evaluating
-from radixtrain.hf.guards.rules import WITHOUT, Limit, limit_of, positions_in_table
+from radixtrain.hf.guards.rules import WITHOUT
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import check_around, forward_rows, labelled_logprobs
 from radixtrain.hf.share import shared_to_score
@@ -76,15 +77,7 @@ def _logprobs(model: nn.Module, features: Sequence[dict[str, list[int]]]) -> lis
 
 def _check_sizes(parts: Parts, features: Sequence[dict[str, list[int]]]) -> None:
     """Refuse more tokens than the model has positions for, and token ids that it does not have."""
-    longest = max(len(feature["input_ids"]) for feature in features)
-    limit, table = limit_of(parts.decoder, longest, longest - 1), positions_in_table(parts.decoder)
-    if limit is None and table is not None and longest > table:
-        limit = Limit(f"a table of {table} positions", table)
-    if limit is not None:
-        raise UserError(
-            f"{parts.name} has {limit.reason}, and the longest prompt with its completion has {longest} tokens; "
-            f"shorten them to {limit.tokens}"
-        )
+    check_length(parts, max(len(feature["input_ids"]) for feature in features))
     largest = max(int(max(feature["input_ids"])) for feature in features)
     sizes = (
         getattr(parts.base.get_input_embeddings(), "num_embeddings", None),

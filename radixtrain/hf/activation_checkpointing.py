@@ -6,8 +6,7 @@ import logging
 from typing import Any
 
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import START_CHECKPOINTING, STOP_CHECKPOINTING, found, parts_of
-from radixtrain.hf.modules import text_layers
+from radixtrain.hf.backbone import START_CHECKPOINTING, STOP_CHECKPOINTING, found, parts_of, text_layers
 
 logger = logging.getLogger(__name__)
 

@@ -15,16 +15,15 @@ queries and values have different head dims, as in latent attention (MLA), the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from functools import cached_property
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import cache, cached_property
 from threading import Lock
 from types import BuiltinFunctionType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -38,16 +37,13 @@ from transformers.masking_utils import (
 
 from radixtrain.attention import launched_in_graphs, tree_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.backbone import is_text
-from radixtrain.hf.modules import attends, eager_slots, interfaces_of, name_of
+from radixtrain.hf.backbone import attends, eager_slots, interfaces_of, name_of
 from radixtrain.hf.padded.places import Places
-from radixtrain.hf.recurrent import tree_runs
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX
-from radixtrain.tree.runs import RunLayout
+from radixtrain.tree.runs import RunLayout, tree_runs
 from radixtrain.versions import saying_what_was_tested, untested
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
@@ -57,7 +53,7 @@ class Extent(NamedTuple):
     """What a layer asks of a call without a plan. max_seqlen: the longest sequence at its end, in tokens."""
 
     max_seqlen: int
-    blocks: BlockLayout | None = None
+    has_blocks: bool = False
 
 
 class Call:
@@ -96,7 +92,7 @@ class Call:
                 f"radix attention ran in {len(set(self.ran)) + in_graphs} of {num_layers} layers of "
                 f"{type(backbone).__name__}: the others {others}{untested()}"
             )
-        if self.layout.blocks is not None and not self.both_ways:
+        if self.layout.has_blocks and not self.both_ways:
             raise RuntimeError(
                 f"no layer of {type(backbone).__name__} let the images of this batch attend in both directions, for "
                 f"which it reads token types: leave these out if it has no such layer, else train it without "
@@ -136,7 +132,7 @@ class RadixCall(Call):
         self.place_rows: IntArray | None = None
         self.forks = False
         self.mixed: list[int] = []
-        self.in_graph = layout.blocks is None
+        self.in_graph = not layout.has_blocks
         launched_in_graphs(layout)  # of an earlier pass, which recomputed its layers
         self.ordinary: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self.generators: list[Tensor] = []
@@ -197,53 +193,41 @@ class Slot(NamedTuple):
     around: Callable[[Any], Any]
 
 
-# The slots of a decoder, by the name of its attention.
-_slots: WeakKeyDictionary[nn.Module, dict[str, list[Slot]]] = WeakKeyDictionary()
 _TAKING = Lock()  # models may be loaded, and called, in several threads
 _ours: dict[Callable[..., Any], Callable[..., Any]] = {}  # a function of transformers -> ours around it
 
 
-def take_over(decoder: PreTrainedModel) -> str | None:
-    """Wrap the attention functions that the layers of a decoder call; return why if these are not transformers' own.
+def take_over(config: PreTrainedConfig, classes: frozenset[type]) -> str | None:
+    """Wrap the attention functions that modules call; return why if these are not transformers' own.
 
-    They stay there, for all models of the process, and do nothing without a plan. Takes 80 us for 28 layers.
+    They stay there, for all models of the process, and do nothing without a plan.
+
+    config: names the attention. classes: of the modules.
     """
-    name = decoder.config._attn_implementation
+    name = config._attn_implementation
     if name not in STOCK:
         return f"attn_implementation {name!r} is not one of transformers' own ({', '.join(STOCK)})"
     sdpa = torch.nn.functional.scaled_dot_product_attention  # context parallelism replaces it during a step
     if name == "sdpa" and not isinstance(sdpa, BuiltinFunctionType):
         return f"{_made(sdpa)} replaces torch's own scaled_dot_product_attention"
     with _TAKING:
-        known = _slots.setdefault(decoder, {})
-        if name not in known:
-            known[name] = list(_slots_of(decoder, name))
-            # Or a model with our hooks would run code that was compiled for one of its class without them.
-            torch._dynamo.config.skip_nnmodule_hook_guards = False
-        return next(filter(None, map(_take, known[name])), None)
+        return next(filter(None, map(_take, _slots_of(name, classes))), None)
 
 
 def _made(function: object) -> str:
     return f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', function)}"
 
 
-def forget_attention(decoder: nn.Module) -> None:
-    """Find the slots of a decoder's attention anew at the next call: it may have others now."""
-    with _TAKING:
-        _slots.pop(decoder, None)
-
-
-def _slots_of(decoder: PreTrainedModel, name: str) -> Iterator[Slot]:
+@cache
+def _slots_of(name: str, classes: frozenset[type]) -> list[Slot]:
     attention, mask = STOCK[name]
-    yield Slot(ALL_MASK_ATTENTION_FUNCTIONS, name, AttentionMaskInterface.register, mask, mask_function)
-    classes: set[type] = {type(module) for path, module in decoder.named_modules() if is_text(path)}
-    for module_class in classes:
-        if name != "eager":
-            for interface in interfaces_of(module_class):
-                yield Slot(interface, name, AttentionInterface.register, attention, radix_attention)
-        elif attends(module_class):
-            for space, key in eager_slots(module_class):
-                yield Slot(space, key, space.__setitem__, attention, radix_attention)
+    slots = [Slot(ALL_MASK_ATTENTION_FUNCTIONS, name, AttentionMaskInterface.register, mask, mask_function)]
+    for module_class in filter(attends, classes):
+        places = eager_slots(module_class) if name == "eager" else [(x, name) for x in interfaces_of(module_class)]
+        for mapping, key in places:
+            register = mapping.__setitem__ if name == "eager" else AttentionInterface.register
+            slots.append(Slot(mapping, key, register, attention, radix_attention))
+    return slots
 
 
 def _take(slot: Slot) -> str | None:

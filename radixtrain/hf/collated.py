@@ -21,7 +21,6 @@ from radixtrain.hf.guards.batch import Options, check_batch, check_evaluation, o
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.padded.calls import is_compiled
 from radixtrain.hf.padded.fused_heads import share_fused_heads
-from radixtrain.hf.progress import Progress
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
 from radixtrain.hf.sharing_report import NOT_ALIKE, SharingReport, is_frozen
 from radixtrain.hf.token_losses import watched
@@ -42,7 +41,6 @@ class CollatedBatches:
     options: Options
     refused: str | None
     split: RowSplit | None
-    progress: Progress
     report: SharingReport
 
     def arguments(self, parts: Parts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,10 +59,8 @@ class CollatedBatches:
         num_rows = layout.num_rows if self.split is None else self._num_own_rows(self.split, radix, layout)
         check_batch(parts, head, layout, given, num_rows, allowed)
         shape = layout.num_sequences, layout.max_seqlen
-        reason, forks = verdict_of(
-            model, backbone, head, progress=self.progress, allowed=allowed, shape=shape, outer=[backbone]
-        )
-        if reason is not None:
+        verdict = verdict_of(model, backbone, head, allowed=allowed, shape=shape, outer=[backbone])
+        if (reason := verdict.reason) is not None:
             fix = "" if TRAIN_WITHOUT_SHARING in reason else f"; leave out what differs, or {TRAIN_WITHOUT_SHARING}"
             raise UserError(f"a batch of a RadixCollator: {reason}{fix}")
         predictors = radix.predictor_indices
@@ -74,7 +70,7 @@ class CollatedBatches:
         may_bind = window_may_bind(decoder.config, layout.max_seqlen)
         how = layout, predictors, self.options.attention, self.options.kernel, may_bind
         call = RadixCall(*how) if self.split is None else SplitCall(self.split, *how)
-        call.token_loss, call.place_rows, call.forks = radix.token_loss, radix.place_rows, forks
+        call.token_loss, call.place_rows, call.forks = radix.token_loss, radix.place_rows, verdict.forks
         mask = no_mask(may_bind, layout.device, call)
         return {**given, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
@@ -85,7 +81,7 @@ class CollatedBatches:
                 "a radix batch came to a model of share_prefixes(model, sp_group=...) without having been split over "
                 "its ranks: call what share_prefixes got, not a part of it; let PEFT wrap the model before that"
             )
-        return split.rows_per_rank(layout.num_rows)
+        return split.share.count(layout.num_rows)
 
     def _count(self, radix: RadixInputs, layout: TreeLayout, num_head_rows: int) -> None:
         """Count a batch. num_head_rows: 0 for a bare backbone."""

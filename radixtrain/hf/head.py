@@ -29,11 +29,10 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from radixtrain.errors import UserError, first_line
-from radixtrain.hf.backbone import Parts, parts_of, with_rows
+from radixtrain.hf.backbone import Parts, parts_of
 from radixtrain.hf.guards.code import is_hooked
 from radixtrain.hf.guards.draws import evaluating
 from radixtrain.hf.guards.rules import padding_idx_of_positions
-from radixtrain.hf.progress import Progress
 from radixtrain.tree.radix_inputs import radix_of
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ def hidden_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
     if not is_padded(batch):
         return parts.backbone(**batch).last_hidden_state[0]
     hidden = parts.backbone(**_ordinary_inputs(parts.decoder, batch)).last_hidden_state
-    return _selected(hidden, radix_of(batch).predictor_indices)
+    return hidden.flatten(0, 1).index_select(0, radix_of(batch).predictor_indices)
 
 
 def logits_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
@@ -86,8 +85,7 @@ def logits_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
     base: Any = parts.base
     if not is_padded(batch):
         return base(**batch).logits[0]
-    with only_rows(parts.backbone, radix_of(batch).predictor_indices):
-        return base(**_ordinary_inputs(parts.decoder, batch)).logits[0]
+    return logits_of(parts, hidden_rows(parts, batch))[0]
 
 
 def is_padded(batch: Mapping[str, Any]) -> bool:
@@ -108,37 +106,6 @@ def _ordinary_inputs(decoder: PreTrainedModel, batch: Mapping[str, Any]) -> dict
         if torch.equal(positions, counted):  # waits for the device, in ordinary batches of these models
             del given["position_ids"]
     return {**given, "use_cache": False}
-
-
-def _selected(hidden: Tensor, indices: Tensor) -> Tensor:
-    return hidden.flatten(0, 1).index_select(0, indices)
-
-
-@contextmanager
-def only_rows(backbone: PreTrainedModel, indices: Tensor) -> Iterator[None]:
-    """Let the backbone return to this thread only these rows of the flattened batch, `[1, P, D]`.
-
-    Calls inside such a call, by a hook, are not changed.
-    """
-    progress, thread = Progress(), get_ident()
-
-    def begin(backbone: PreTrainedModel, args: tuple[Any, ...]) -> None:
-        progress.begin(None)
-
-    def end(backbone: PreTrainedModel, args: tuple[Any, ...], output: Any) -> Any:
-        progress.end()
-        is_own = get_ident() == thread and not progress.calls and output is not None
-        return with_rows(output, _selected(output[0], indices)[None]) if is_own else None
-
-    hooks = (
-        backbone.register_forward_pre_hook(begin),
-        backbone.register_forward_hook(end, always_call=True),
-    )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _why_not_plain(parts: Parts) -> str | None:
@@ -179,7 +146,8 @@ def _logits_of_random_rows(parts: Parts) -> tuple[Tensor, Tensor]:
     for width in dict.fromkeys(filter(None, widths)):
         rows = _random_rows(width, like)
         try:
-            logits = logits_of(parts, rows)
+            with evaluating(base):
+                logits = logits_of(parts, rows)
         except Exception as error:  # a model that expects other inputs may raise anything
             errors.append(f"{type(error).__name__}: {first_line(error)}")
             continue
@@ -202,7 +170,7 @@ def logits_of(parts: Parts, rows: Tensor) -> Tensor:
     """Return the logits, (1, R, V), of the model if its backbone returned these rows, (R, D)."""
     ids = torch.arange(1, NUM_TOKENS + 1, device=rows.device)[None]
     base: Any = parts.base
-    with evaluating(base), _returning(parts.backbone, rows):
+    with _returning(parts.backbone, rows):
         return base(input_ids=ids).logits
 
 

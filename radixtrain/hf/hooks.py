@@ -22,17 +22,18 @@ from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import Parts, arguments_of, text_decoder_of
+from radixtrain.hf.backbone import Parts, arguments_of, mixers_of, num_attention_layers, text_decoder_of, text_layers
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.guards.draws import generator_states, has_drawn, set_generator_states, why_refused
 from radixtrain.hf.guards.model import forget_verdicts, verdict_of
 from radixtrain.hf.guards.rules import traits_of, why_unsupported
-from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
+from radixtrain.hf.padded.calls import LEARNS_NOTHING
 from radixtrain.hf.padded.causes import with_made_masks
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.pictures import compute_every_picture, compute_pictures_once
-from radixtrain.hf.progress import Progress, Upstream, upstream
+from radixtrain.hf.progress import Upstream, running
 from radixtrain.hf.recurrent import LayerHooks
+from radixtrain.hf.sequence_parallel import SplitModel
 from radixtrain.hf.sharing_report import HELP_NOT_ALIKE, SharingReport, SharingWatch
 from radixtrain.hf.token_losses import TokenLoss
 from radixtrain.tree.radix_inputs import RADIX
@@ -52,23 +53,23 @@ class BackboneHooks:
     num_layers: decoder layers that attend, each of which must run tree attention; None if their list has got another
         length than the configuration says.
     mixers: modules with a recurrent state, each of which must run on the tree.
-    progress: the calls that run now, for layers that pass nothing on to their mixers.
     traits: of the decoder when it was judged. changed: why its calls cannot be shared any more; None if they can.
     collated, padded: the two kinds of batch.
     watch: warns if nothing is shared.
     report: counts what is shared.
+    split: spreads its batches over the ranks of `sp_group`; None without one.
     drew: why no call is shared in training any more, in a program whose author did not ask for sharing.
     """
 
     model: PreTrainedModel
     num_layers: int | None
     mixers: list[nn.Module]
-    progress: Progress
     traits: Any
     collated: CollatedBatches
     padded: PaddedSharing
     watch: SharingWatch
     report: SharingReport
+    split: SplitModel | None
     changed: str | None = None
     drew: str | None = None
 
@@ -76,12 +77,14 @@ class BackboneHooks:
         """Copy the hooks; a copy of the backbone only does not copy the model around it."""
         memo[id(self)] = copied = copy(self)
         copied.model, copied.traits = memo.get(id(self.model), self.model), None
-        for name in ("mixers", "progress", "collated", "padded", "watch", "report"):
+        for name in ("mixers", "collated", "padded", "watch", "report", "split"):
             setattr(copied, name, deepcopy(getattr(self, name), memo))
         return copied
 
     def install(self, backbone: PreTrainedModel) -> None:
         """Register the hooks on the backbone and the model, where `remove_hooks` finds them by their owner."""
+        # Or the model would run code that was compiled for one of its class without hooks.
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
         backbone.register_forward_pre_hook(self.before, with_kwargs=True)
         options = {"with_kwargs": True, "prepend": True, "always_call": True}  # the user's see [B, L, D]
         backbone.register_forward_hook(self.after, **options)
@@ -111,8 +114,7 @@ class BackboneHooks:
     @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
     def before(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the layers the call that they take part in; None leaves a call as it is."""
-        self.progress.begin(None)  # trial calls, before the kind of call is known, are ordinary
-        upstream.begin(None)
+        running.begin(None)  # trial calls, before the kind of call is known, are ordinary
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
         parts = Parts(self.model, backbone, text_decoder_of(backbone))
@@ -128,14 +130,14 @@ class BackboneHooks:
             return None
         if call.decoder is backbone:
             return self._shared(call, args, kwargs)
-        upstream.become(call)
+        running.become(call)
         return (), {**call.given, "input_ids": call.held_by_ids()}
 
     @torch.compiler.disable
     def before_decoder(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Share an ordinary batch at the text decoder of a backbone that is more than this."""
-        self.progress.begin(self.progress.call)
-        call = upstream.running()
+        outer, call = running.call, running.upstream()
+        running.begin(None if isinstance(outer, Upstream) else outer)
         if call is None or call.decoder is not decoder:
             return None
         return self._shared(call, args, kwargs) or ((), with_made_masks(arguments_of(decoder, args, kwargs)))
@@ -145,7 +147,7 @@ class BackboneHooks:
         self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """Put an ordinary batch back together."""
-        self.progress.end()
+        running.end()
         call = kwargs.get("radix_call")
         is_shared = isinstance(call, RadixCall) and call.places is not None
         return self._finished(decoder, kwargs, output) if output is not None and is_shared else None
@@ -153,7 +155,7 @@ class BackboneHooks:
     @torch.compiler.disable
     def after_embedding(self, embedding: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         """Keep what the embedding returned, where a gradient might be read."""
-        call = upstream.running()
+        call = running.upstream()
         if call is not None and call.backbone.get_input_embeddings() is embedding:
             call.embedded.append(output)
 
@@ -171,7 +173,7 @@ class BackboneHooks:
                 torch._dynamo.maybe_mark_dynamic(tensor, tensor.ndim - 1 - tensor.is_floating_point())
         for tensor in (call.layout.host, call.layout.rows):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        self.progress.become(call)
+        running.become(call)
         call.ordinary, call.generators = (args, kwargs), generator_states(call.layout.device)
         return given
 
@@ -202,8 +204,9 @@ class BackboneHooks:
     @torch.compiler.disable
     def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, and give the head the rows of the batch."""
-        self.progress.end()
-        upstream.end()
+        call = running.end()
+        if isinstance(call, Upstream):
+            call.given = {}  # autograd keeps the ids, which hold the call, until the backward pass
         is_shared = output is not None and isinstance(kwargs.get("radix_call"), RadixCall)
         return self._finished(backbone, kwargs, output) if is_shared else None
 
@@ -212,6 +215,8 @@ class BackboneHooks:
         call: RadixCall = kwargs["radix_call"]
         if has_drawn(call.layout.device, call.generators) and (reason := self._why_drawn(backbone)):
             return self._without_sharing(backbone, call, reason)
+        if call.places is not None and call.places.are_unwatched(output[0]):
+            return self._computed_again(backbone, call, LEARNS_NOTHING)
         call.ordinary = (), {}
         self._check_mixers(backbone, call)
         call.check_layers(backbone, self.num_layers, WITHOUT_THE_TREE)
@@ -223,19 +228,25 @@ class BackboneHooks:
     def _why_drawn(self, backbone: PreTrainedModel) -> str | None:
         """Say what a pass has drawn at random, unless it was allowed or changes nothing."""
         allowed = self.collated.options.allow_dropout
-        reason = verdict_of(self.model, backbone, progress=self.progress, allowed=allowed, drew=True).reason
+        reason = verdict_of(self.model, backbone, allowed=allowed, drew=True).reason
         return reason and why_refused(reason, text_decoder_of(backbone), allowed)
 
     def _without_sharing(self, backbone: PreTrainedModel, call: RadixCall, reason: str) -> Any:
         """Refuse a pass that drew, or compute it again as an ordinary one, from the same generators."""
-        self.report.num_shared -= 1
-        self.report.count_unshared(reason)
         if call.places is None or not self.padded.leaves_refused:
+            self.report.num_shared -= 1
+            self.report.count_unshared(reason)
             raise UserError(reason)
         self.drew = reason
+        return self._computed_again(backbone, call, reason)
+
+    def _computed_again(self, backbone: PreTrainedModel, call: RadixCall, reason: str) -> Any:
+        """Return the output of an ordinary pass in place of one on unique tokens, from the same generators."""
+        self.report.num_shared -= 1
+        self.report.count_unshared(reason)
         set_generator_states(call.layout.device, call.generators)
         args, kwargs = call.ordinary
-        with self.progress.during(None):
+        with running.during(None):
             return backbone.forward(*args, **with_made_masks(kwargs))
 
     def _check_mixers(self, backbone: PreTrainedModel, call: Any) -> None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from radixtrain.hf.backbone import IMAGE_TOKEN, found, text_decoder_of
 from radixtrain.hf.guards.code import has_unknown_code
 from radixtrain.hf.guards.draws import generator_states, has_drawn, set_generator_states
-from radixtrain.hf.progress import upstream
+from radixtrain.hf.progress import running
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 
 # Arguments of a tower with one entry on the first axis for each picture. The patches of all grids are in one list.
@@ -88,7 +88,7 @@ def compute_every_picture(backbone: nn.Module) -> None:
 def _distinct_once(backbone: Any, *args: Any, **kwargs: Any) -> Any:
     """Return what the tower returns for all pictures of a call, computed of the distinct ones."""
     compute = getattr(backbone, REPLACED) or MethodType(getattr(type(backbone), TOWER), backbone)
-    call = upstream.running()
+    call = running.upstream()
     if call is None or call.backbone is not backbone:
         return compute(*args, **kwargs)
     given = {**inspect.signature(compute).bind(*args, **kwargs).arguments}
@@ -140,6 +140,14 @@ def _may_read_other_pictures(backbone: Any) -> bool:
         (module.training and isinstance(module, BATCH_NORMS)) or (module not in of_text and has_unknown_code(module))
         for module in backbone.modules()
     )
+
+
+def gradient_is_read(backbone: Any) -> bool:
+    """Return whether a backward hook of a third party reads a gradient before the text decoder. 3 us a module."""
+    hooked = {module for module in backbone.modules() if module._backward_hooks or module._backward_pre_hooks}
+    if hooked:
+        hooked -= {backbone, *text_decoder_of(backbone).modules()} - {backbone.get_input_embeddings()}
+    return any(map(has_unknown_code, hooked))
 
 
 def _split(given: Mapping[str, Any]) -> tuple[list[Picture], IntArray | None]:

@@ -1,4 +1,4 @@
-"""What a thread is computing with a model.
+"""What a thread is computing with shared models.
 
 A call reaches most layers as an argument. What gets no arguments, such as a mixer or a loss function, reads `Progress`.
 Each thread has its own calls, and each call ends before the one around it: a hook that calls the model again, or a
@@ -29,7 +29,7 @@ HELD = "_radix_upstream"  # by the ids of a call, so that it lives as long as th
 
 
 class Progress(threading.local):
-    """The calls of one model that run in this thread, the innermost last; an ordinary one is None.
+    """The calls that run in this thread, the innermost last; an ordinary one is None.
 
     Calls are held weakly, so one that Ctrl-C interrupted reads as None once the frames that ran it are gone.
     """
@@ -94,25 +94,21 @@ class Upstream:
         return ids
 
 
-class Upstreams(Progress):
-    """The calls of backbones, of any model; None for one that is not shared. Its frames hold a call: an interrupt
-    (Ctrl-C) leaves nothing behind.
-    """
+class Running(Progress):
+    """The calls of all shared models: an `Upstream` until its decoder begins, then the call of its layers."""
 
-    def end(self) -> None:
-        """End the innermost call."""
-        call = super().end()
-        if call is not None:
-            call.given = {}  # autograd keeps the ids until the backward pass
+    def __reduce__(self) -> Any:
+        """Copy and pickle as the one of the process."""
+        return "running"
 
-    def running(self) -> Upstream | None:
-        """Return the innermost call, if its decoder has not begun."""
-        call: Upstream | None = self.call
-        return None if call is None or call.is_over else call
+    def upstream(self) -> Upstream | None:
+        """Return the innermost call, if it is one of a backbone whose decoder has not begun."""
+        call = self.call
+        return call if isinstance(call, Upstream) and not call.is_over else None
 
 
 def _no_call() -> None:
     """Return None, as the reference to a call that is gone."""
 
 
-upstream = Upstreams()
+running = Running()

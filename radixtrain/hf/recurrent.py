@@ -1,11 +1,11 @@
 """The recurrent layers of a shared model: their mixers run on the tree while a radix batch passes.
 
-A mixer's own `forward` is called once for each `RunCall` of the batch. A state goes from one call to the next through
+A mixer's own `forward` is called once for each `RunGroup` of the batch. A state goes from one group to the next through
 the argument for Hugging Face's cache, so the formula is the mixer's own, and so are its kernels. transformers has one
 protocol for all layers with a state, the methods of `transformers.cache_utils.Cache`. A mixer reads its states by
 `get_conv_state` and `get_recurrent_state`, and leaves new ones by `update_conv_state`, which returns the earlier
-columns with the new ones, and by `update_recurrent_state`. `ForkedStates` speaks the protocol for one call on several
-runs: it gives each run the state that it starts from and keeps the final ones, both with their gradients. Nothing is
+columns with the new ones, and by `update_recurrent_state`. `ForkedStates` speaks the protocol for one group of
+runs: it gives each run the state that it starts from and stores the final ones, both with their gradients. Nothing is
 written in place. The runs are made at the first mixer, from the segments that the layout has on the host.
 
 For this the `forward` of a mixer is replaced. It learns which batch passes from hooks on its decoder layer: the call is
@@ -15,7 +15,7 @@ of the model finds.
 Activation checkpointing computes a layer again in the backward pass. If it wraps the whole layer, these hooks run
 again. transformers wraps only the layer's `forward`: there a `Checkpoint` around its function keeps the call.
 
-U unique rows; R runs of length L in a call.
+U unique rows; R runs of length L in a group.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.backbone import CACHE, is_cache
-from radixtrain.hf.modules import CHECKPOINT, layer_around, mixers_of
-from radixtrain.hf.progress import Progress
+from radixtrain.hf.backbone import CACHE, CHECKPOINT, is_cache, layer_around, mixers_of
+from radixtrain.hf.progress import running
 from radixtrain.hf.windows import on_mask
 from radixtrain.kernels.rows import gather_rows
-from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.runs import RunCall, RunLayout, cheapest_runs, runs_of_segments
+from radixtrain.tree.runs import RunLayout
 from radixtrain.versions import before, saying_what_was_tested
 
 MASK = re.compile("mask")  # in the name of an argument: runs have no padding that a mask would hide from an output
@@ -48,17 +46,17 @@ class Mixer:
     """Replaces the `forward` of a mixer.
 
     module: the mixer. replaced: the `forward` that the module itself had, such as that of Accelerate's hooks, if any.
-    progress: of the model; its layer has begun a call there.
     """
 
-    def __init__(self, module: nn.Module, progress: Progress) -> None:
-        self.module, self.progress = module, progress
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.replaced = module.__dict__.get("forward")
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        if self.progress.call is None:
+        call = running.call  # its layer has begun it
+        if call is None:
             return self.original(*args, **kwargs)
-        return self._on_tree(args, kwargs)
+        return self._on_tree(call, args, kwargs)
 
     def original(self, *args: object, **kwargs: object) -> Any:
         """Run the mixer without any change."""
@@ -67,13 +65,12 @@ class Mixer:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @torch.compiler.disable  # host integers: traced, it would be recompiled for every tree
-    def _on_tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = self.progress.call
+    def _on_tree(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = arguments_by_name(self.module, args, kwargs).items()
-        given = {name: each_tensor(call.all_rows, call.num_rows, value) for name, value in arguments}
+        given = {name: each_tensor(lambda x: call.all_rows(x[0])[None], call.num_rows, x) for name, x in arguments}
         call.mixed.append(id(self.module))
         output = run_on_tree(self.module, self.original, given, call.runs)
-        return each_tensor(call.own_rows, call.layout.num_rows, output)
+        return each_tensor(lambda x: call.own_rows(x[0])[None], call.layout.num_rows, output)
 
 
 class LayerHooks:
@@ -82,21 +79,21 @@ class LayerHooks:
     around: the modules from the layer down to its mixers, each of which transformers may compute again.
     """
 
-    def __init__(self, around: list[nn.Module], progress: Progress) -> None:
-        self.around, self.progress = around, progress
+    def __init__(self, around: list[nn.Module]) -> None:
+        self.around = around
 
     @torch.compiler.disable
     def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin the call that this layer is part of; None for an ordinary one."""
-        self.progress.begin(self._call(layer, args, kwargs))
+        running.begin(self._call(layer, args, kwargs))
         for module in self.around:
             compute = module.__dict__.get(CHECKPOINT)
             if compute is not None and not isinstance(compute, Checkpoint):
-                setattr(module, CHECKPOINT, Checkpoint(compute, self.progress))
+                setattr(module, CHECKPOINT, Checkpoint(compute))
 
     @torch.compiler.disable
     def leave(self, layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        self.progress.end()
+        running.end()
 
     def _call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = filter(None, map(on_mask, [*args, *kwargs.values()]))
@@ -109,28 +106,28 @@ class Checkpoint:
     What it recomputes in the backward pass is part of the original call.
     """
 
-    def __init__(self, original: Callable[..., Any], progress: Progress) -> None:
-        self.original, self.progress = original, progress
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
 
     @torch.compiler.disable
     def __call__(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        call = self.progress.call
+        call = running.call
 
         def with_call(*args: object, **kwargs: object) -> Any:
-            with self.progress.during(call):
+            with running.during(call):
                 return function(*args, **kwargs)
 
         return self.original(with_call, *args, **kwargs)
 
 
 @saying_what_was_tested()
-def install_mixers(decoder: nn.Module, progress: Progress) -> list[nn.Module]:
+def install_mixers(decoder: nn.Module) -> list[nn.Module]:
     """Replace every mixer's `forward` by a `Mixer`. Returns the modules; none if all layers only attend.
 
     Raises UserError for a mixer outside of the decoder layers, and for one that does not name its cache.
     """
     found = list(mixers_of(decoder).values())
-    stand_ins = {id(module): Mixer(module, progress) for module in found}
+    stand_ins = {id(module): Mixer(module) for module in found}
     by_layer: dict[nn.Module, set[int]] = {}
     for path, module in decoder.named_modules(remove_duplicate=False):  # layers may share a mixer
         if id(module) in stand_ins:
@@ -145,7 +142,7 @@ def install_mixers(decoder: nn.Module, progress: Progress) -> list[nn.Module]:
     for module in found:
         module.forward = stand_ins[id(module)].forward
     for layer, inside in by_layer.items():
-        hooks = LayerHooks(_around(layer, inside), progress)
+        hooks = LayerHooks(_around(layer, inside))
         layer.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
         layer.register_forward_hook(hooks.leave, always_call=True)
     return found
@@ -179,53 +176,45 @@ def run_on_tree(module: nn.Module, forward: Callable[..., Any], given: Mapping[s
 
     Returns what the mixer returns, one tensor or a tuple, each (1, U, ...) in the dtype that the mixer gives it.
     """
-    cache = cache_argument(module)
+    cache, num_rows = cache_argument(module), len(runs.outputs)
     given = {name: None if MASK.search(name) else value for name, value in given.items() if name not in CACHE}
+    all_rows = runs.rows.split([group.num_runs * group.length for group in runs.groups])
+    all_parents = runs.parents.split([group.num_runs if group.sources else 0 for group in runs.groups])
     final: list[States] = []
     outputs = []
-    rows, parents = _split(runs)
-    for call, rows_of_call, parents_of_call in zip(runs.calls, rows, parents, strict=True):
-        states = ForkedStates(_past(final, call, parents_of_call)) if call.keeps or call.sources else None
-        inputs = {name: _rows_of(value, rows_of_call, call, len(runs.places)) for name, value in given.items()}
+    for group, rows, parents in zip(runs.groups, all_rows, all_parents, strict=True):
+        past = _past([final[source] for source in group.sources], parents)
+        states = ForkedStates(past) if group.is_fork or past else None
+        cut = partial(_cut, rows, (group.num_runs, group.length))
+        inputs = {name: each_tensor(cut, num_rows, value) for name, value in given.items()}
         outputs.append(forward(**{**inputs, cache: states}))
-        final.append(states.final if states is not None and call.keeps else {})
+        final.append(states.final if states is not None and group.is_fork else {})
     return _joined(outputs, runs)
 
 
-def _split(runs: RunLayout) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return the rows and the parents of each call."""
-    from_states = [sum(number for _, number in call.sources) for call in runs.calls]
-    return runs.rows.split([call.num_runs * call.length for call in runs.calls]), runs.parents.split(from_states)
+def _past(sources: Sequence[States], parents: Tensor) -> States:
+    """Return the states that the runs of a group start from. `gather_rows` sums the gradients of children in order.
+
+    sources: the final states of the groups that they come from. parents: (R,), which of all these.
+    """
+    kinds = sources[0] if sources else {}
+    return {kind: gather_rows(torch.cat([states[kind] for states in sources]), parents) for kind in kinds}
 
 
-def _past(final: Sequence[States], call: RunCall, parents: Tensor) -> States:
-    """Return the states that the runs of a call start from. `gather_rows` sums the gradients of children in order."""
-    numbers = parents.split([number for _, number in call.sources])
-    past: dict[tuple[str, int], list[Tensor]] = {}
-    for (source, _), places in zip(call.sources, numbers, strict=True):
-        for kind, states in final[source].items():
-            past.setdefault(kind, []).append(gather_rows(states, places))
-    return {kind: torch.cat(states) if len(states) > 1 else states[0] for kind, states in past.items()}
-
-
-def _rows_of(value: object, rows: Tensor, call: RunCall, num_rows: int) -> Any:
-    """Cut an argument of the mixer into the runs of a call: tensors (1, U, ...) -> (R, L, ...), others as they are."""
-    if isinstance(value, Tensor) and value.shape[:2] == (1, num_rows):
-        return gather_rows(value[0], rows).unflatten(0, (call.num_runs, call.length))
-    if isinstance(value, tuple):
-        return tuple(_rows_of(each, rows, call, num_rows) for each in value)
-    return value
+def _cut(rows: Tensor, shape: tuple[int, int], x: Tensor) -> Tensor:
+    """Cut an argument of the mixer into the runs of a group: (1, U, ...) -> (R, L, ...)."""
+    return gather_rows(x[0], rows).unflatten(0, shape)
 
 
 def _joined(outputs: Sequence[Any], runs: RunLayout) -> Any:
-    """Put the outputs of all calls at the places of the unique rows; a mixer may return several tensors."""
+    """Put the outputs of all groups at their unique rows; a mixer may return several tensors."""
     first = outputs[0]
     if isinstance(first, tuple):
         return tuple(_joined(each, runs) for each in zip(*outputs, strict=True))
     if first is None:
         return None
     flat = torch.cat([output.flatten(0, 1) for output in outputs])
-    return gather_rows(flat, runs.places)[None]
+    return gather_rows(flat, runs.outputs)[None]
 
 
 def cache_argument(module: nn.Module) -> str:
@@ -262,7 +251,7 @@ class ForkedStates:
     """Replaces Hugging Face's cache.
 
     past: the states that the runs start from; empty for runs that start from nothing.
-    final: the states after the last row, those of padding included, so only calls without padding may be read.
+    final: the states after the last row, those of padding included, so groups with padding leave none to read.
     """
 
     def __init__(self, past: Mapping[tuple[str, int], Tensor] | None = None) -> None:
@@ -312,16 +301,8 @@ class ForkedStates:
         return bool(self.past)
 
 
-def tree_runs(layout: TreeLayout, forks: bool) -> RunLayout:
-    """Return the runs of a batch that cost least; without forks each sequence is one, as in an ordinary batch."""
-    with _disable_current_modes():  # a mode that fakes tensors would lose what they hold
-        cheapest = cheapest_runs(*layout.segments) if forks else runs_of_segments(*layout.segments, min_saved=None)
-    return cheapest.to(layout.device)
-
-
 def each_tensor(change: Callable[[Tensor], Tensor], num_rows: int, value: Any) -> Any:
-    """Change every tensor (1, rows, ...) of a value along its rows, those of tuples too."""
+    """Change every tensor (1, rows, ...) of a value, those of tuples too."""
     if isinstance(value, tuple):
         return tuple(each_tensor(change, num_rows, each) for each in value)
-    is_changed = isinstance(value, Tensor) and value.shape[:2] == (1, num_rows)
-    return change(value[0])[None] if is_changed else value
+    return change(value) if isinstance(value, Tensor) and value.shape[:2] == (1, num_rows) else value

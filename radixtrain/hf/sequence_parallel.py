@@ -30,7 +30,7 @@ import xxhash
 from torch import Tensor, nn
 
 from radixtrain.collators.features import IGNORE_INDEX
-from radixtrain.collators.row_split import filled, own_inputs, own_predictors, own_rows, rows_per_rank
+from radixtrain.collators.row_split import RowShare, filled
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import Heads, RadixCall
 from radixtrain.hf.backbone import Parts, in_one_row
@@ -45,20 +45,14 @@ class RowSplit:
     """Which rows of a batch this rank holds, and how ranks exchange them. group: of torch.distributed, with n ranks."""
 
     def __init__(self, group: Any) -> None:
-        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.group, self.share = group, RowShare(dist.get_rank(group), dist.get_world_size(group))
+        self.rank, self.size = self.share
         if self.rank < 0:
             raise UserError("sp_group: this rank is not in it; give each rank the group that it is a member of")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowSplit:
         """Return the same object: a process group cannot be copied, and a copy of the model trains in the same one."""
         return self
-
-    def rows_per_rank(self, num_rows: int) -> int:
-        return rows_per_rank(num_rows, self.size)
-
-    def own(self, rows: Tensor) -> Tensor:
-        """Return the rows of this rank, filled up: (U, ...) -> (u, ...)."""
-        return own_rows(rows, 0, self.rank, self.size)
 
     def all_rows(self, rows: Tensor, num_rows: int) -> Tensor:
         """Gather the rows of every rank: (u, ...) -> (U, ...). The gradient of a row is the sum over the ranks."""
@@ -142,13 +136,13 @@ class SplitCall(RadixCall):
 
     @property
     def num_rows(self) -> int:
-        return self.split.rows_per_rank(self.layout.num_rows)
+        return self.split.share.count(self.layout.num_rows)
 
     def all_rows(self, rows: Tensor) -> Tensor:
         return self.split.all_rows(rows, self.layout.num_rows)
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        return self.split.own(rows)
+        return self.split.share.of(rows)
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Compute tree attention on this rank's heads of all rows, with one all-to-all before it and one after it."""
@@ -233,17 +227,17 @@ class SplitModel:
         kwargs = {**kwargs, RADIX: on_device_of_rows(radix_of(kwargs), kwargs)}
         self.rows.check_same(kwargs)
         num_rows = layout_of(kwargs).num_rows
-        rank, size, targets = self.rows.rank, self.rows.size, kwargs["shift_labels"].reshape(1, -1)
+        share, targets = self.rows.share, kwargs["shift_labels"].reshape(1, -1)
         predictors = radix_of(kwargs).predictor_indices[radix_of(kwargs).prediction_rows]
-        rows, is_own = own_predictors(predictors, num_rows, rank, size)
+        rows, is_own = share.predictors(predictors, num_rows)
         own = (is_own & (targets[0] != IGNORE_INDEX)).nonzero()[:, 0]
         # Not zero on any rank, nor as many as rows: layers receive the labels, and a mixer would exchange them.
-        ignored = 2 if len(own) + 1 == self.rows.rows_per_rank(num_rows) else 1
+        ignored = 2 if len(own) + 1 == share.count(num_rows) else 1
         own_labels = nn.functional.pad(targets[:, own], (0, ignored), value=IGNORE_INDEX)
         given = kwargs.get("num_items_in_batch")
         split = SplitLoss(own_labels, (targets != IGNORE_INDEX).sum() if given is None else given)
         self.progress.become(split)
-        cut = own_inputs({**kwargs, **in_one_row(kwargs, layout_of(kwargs))}, rank, size)
+        cut = share.inputs({**kwargs, **in_one_row(kwargs, layout_of(kwargs))})
         asked = nn.functional.pad(rows[own], (0, ignored))
         place_rows = np.append(np.arange(len(own)), [-1] * ignored)[None]
         known = {"predictor_indices": asked, "prediction_rows": torch.arange(len(asked)), "place_rows": place_rows}

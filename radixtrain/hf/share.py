@@ -11,37 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
 
 from radixtrain.collators.misuse_guard import SHARED
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
+from radixtrain.hf.attention_interface import take_over
+from radixtrain.hf.backbone import Parts, backbone_of, model_inside, num_attention_layers, parts_of, pretrained_model_of
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.guards.batch import Options, check_choice
 from radixtrain.hf.guards.rules import check_supported, traits_of, why_unsupported
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
-from radixtrain.hf.modules import num_attention_layers
 from radixtrain.hf.padded.sharing import PaddedSharing
-from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent import install_mixers, remove_mixers
 from radixtrain.hf.sequence_parallel import SplitModel
 from radixtrain.hf.sharing_report import SharingReport, SharingWatch
 from radixtrain.hf.token_losses import TokenLoss
 
-STATE = "_radixtrain_state"
+HOOKS = "_radixtrain_hooks"  # the attribute of a shared model
 ModelT = TypeVar("ModelT", bound=nn.Module)
-
-
-@dataclass(frozen=True)
-class _State:
-    """What other functions need of a shared model. options: as given. split: None without `sp_group`."""
-
-    options: Options
-    hooks: BackboneHooks
-    split: SplitModel | None
 
 
 def share_prefixes(
@@ -134,11 +123,11 @@ def sharing_report(model: Any) -> SharingReport:
     (1, 1.5)
     """
     trainer, shared = (None, model) if isinstance(model, nn.Module) else (model, getattr(model, "model", model))
-    state = _state_of(shared)
-    if state is None:
+    hooks = _hooks_of(shared)
+    if hooks is None:
         raise UserError(f"{type(shared).__name__} shares nothing: call share_prefixes(model) first")
-    others, report = other_models(trainer), state.hooks.report
-    report.unshared_models = [name for name, other in others.items() if _state_of(other) is None]
+    others, report = other_models(trainer), hooks.report
+    report.unshared_models = [name for name, other in others.items() if _hooks_of(other) is None]
     return report
 
 
@@ -153,21 +142,21 @@ def leave_refused_calls(model: nn.Module) -> None:
 
     For programs whose author did not ask for sharing.
     """
-    state = _state_of(model)
-    assert state is not None
-    state.hooks.padded.leaves_refused = True
+    hooks = _hooks_of(model)
+    assert hooks is not None
+    hooks.padded.leaves_refused = True
 
 
-def _state_of(model: nn.Module) -> _State | None:
-    state: _State | None = getattr(model_inside(model), STATE, None)
-    return state
+def _hooks_of(model: nn.Module) -> BackboneHooks | None:
+    hooks: BackboneHooks | None = getattr(model_inside(model), HOOKS, None)
+    return hooks
 
 
 @contextmanager
 def shared_to_score(parts: Parts) -> Iterator[None]:
     """Share a model that is not shared, and restore it afterwards. Raises UserError if it cannot score completions."""
     check_supported(parts, "score_completions")
-    is_shared = _state_of(parts.base) is not None
+    is_shared = _hooks_of(parts.base) is not None
     if not is_shared:
         _install(parts, Options("auto", "auto", 1, 1.1, ()), None, refused=None)
     try:
@@ -179,8 +168,8 @@ def shared_to_score(parts: Parts) -> Iterator[None]:
 
 def options_of(model: nn.Module) -> dict[str, Any] | None:
     """Return the options of a shared model, as given, without its `sp_group`; None if it is not shared."""
-    state = _state_of(pretrained_model_of(model))
-    return None if state is None else state.options._asdict()
+    hooks = _hooks_of(pretrained_model_of(model))
+    return None if hooks is None else hooks.padded.options._asdict()
 
 
 def restore_model(model: ModelT) -> ModelT:
@@ -195,14 +184,14 @@ def restore_model(model: ModelT) -> ModelT:
     True
     """
     base = model_inside(model)
-    state = getattr(base, STATE, None)
-    if state is not None:
+    hooks = _hooks_of(base)
+    if hooks is not None:
         remove_hooks(base)
         remove_mixers(base)
-        if state.split is not None:
-            state.split.remove()
+        if hooks.split is not None:
+            hooks.split.remove()
         TokenLoss.remove(base)
-        delattr(base, STATE)
+        delattr(base, HOOKS)
         delattr(backbone_of(base), SHARED)
     return model
 
@@ -215,23 +204,23 @@ def _install(parts: Parts, options: Options, split: SplitModel | None, refused: 
             f"{type(parts.backbone).__name__} is shared already, alone or inside another model; call restore_model "
             f"with what was shared first"
         )
-    report, progress = SharingReport(), Progress()
-    mixers = install_mixers(parts.decoder, progress)
+    take_over(parts.decoder.config, frozenset(map(type, parts.decoder.modules())))
+    report, mixers = SharingReport(), install_mixers(parts.decoder)
     generates = parts.base.can_generate() or parts.base is parts.backbone  # any head may use a bare backbone
     rows = None if split is None else split.rows
     hooks = BackboneHooks(
         parts.base,
         num_layers=num_attention_layers(parts.decoder),
         mixers=mixers,
-        progress=progress,
         traits=traits_of(parts.decoder),
-        collated=CollatedBatches(options, refused, rows, progress, report),
-        padded=PaddedSharing(options, generates, progress, report),
+        collated=CollatedBatches(options, refused, rows, report),
+        padded=PaddedSharing(options, generates, report),
         watch=SharingWatch(parts.name),
         report=report,
+        split=split,
     )
     hooks.install(parts.backbone)
     if split is not None:
         split.install(len(mixers))
-    setattr(parts.base, STATE, _State(options, hooks, split))
+    setattr(parts.base, HOOKS, hooks)
     setattr(parts.backbone, SHARED, True)

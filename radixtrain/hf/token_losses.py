@@ -19,8 +19,9 @@ judged by its own loss. Anything else computed from the same logits adds to the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import update_wrapper
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -34,8 +35,9 @@ from radixtrain.tree.radix_inputs import RADIX
 
 UNKNOWN = (
     "this gradient comes from a loss that radixtrain does not recognise as a sum over tokens: your own (compute_loss, "
-    "compute_loss_func, another loss_function), a term added to the model's, or the model's on a part of the logits. A "
-    "batch of RadixCollator has logits only where a label is predicted, so a loss that reads any other would be a "
+    "compute_loss_func, another loss_function), a term added to the model's, the model's on a part of the logits, or "
+    "that of a model that is not shared, around the backbone of a shared one: call share_prefixes with what you train. "
+    "A batch of RadixCollator has logits only where a label is predicted, so a loss that reads any other would be a "
     "different one. If yours is a sum over labels, whatever it is divided by, or a mean of such sums over sequences, "
     "say so: RadixCollator(token_loss=True). For any other loss use share_prefixes(model) and your own collator"
 )
@@ -46,8 +48,10 @@ class LossWatch:
     """The gradient that a loss over tokens gives the rows of one call, and whether that is their only gradient.
 
     shapes: of the places that a loss reads: all, also flat, or flat those that have a label.
+    leaf: the rows, if they need a gradient only to be watched; None if something that they depend on is trained.
     """
 
+    leaf: Tensor | None = None
     known: Tensor | None = None
     is_known = False
 
@@ -65,7 +69,10 @@ def watched(rows: Tensor, place_rows: IntArray) -> Tensor:
 
     rows: (R, D). place_rows: of the `RadixInputs`.
     """
-    return _Watched.apply(rows if rows.requires_grad else rows.detach().requires_grad_(), LossWatch(place_rows))
+    watch = LossWatch(place_rows)
+    if not rows.requires_grad:
+        rows = watch.leaf = rows.detach().requires_grad_()
+    return _Watched.apply(rows, watch)
 
 
 class _Watched(torch.autograd.Function):
@@ -88,6 +95,8 @@ def for_token_loss(source: Tensor) -> Tensor:
     watch = None if hasattr(source, "place_rows") else _watch_above(source)  # a `SpreadRows` is of an ordinary batch
     if watch is None or tuple(source.shape[:-1]) not in watch.shapes:
         return source
+    if watch.leaf is not None and all(getattr(node, "variable", watch.leaf) is watch.leaf for node in _nodes(source)):
+        return source.detach()  # no weight is trained: torch's own error, as for an ordinary batch
     source.register_hook(watch.compare)
     return _ForTokenLoss.apply(source, watch)
 
@@ -106,16 +115,19 @@ class _ForTokenLoss(torch.autograd.Function):
 
 def _watch_above(source: Tensor) -> LossWatch | None:
     """Find the watch of the nearest rows that a tensor was computed from; None if there are none."""
-    waiting, seen = deque([source.grad_fn]), set[Any]()
-    while waiting and len(seen) < MAX_NODES:
+    watches = (getattr(node, "watch", None) for node in islice(_nodes(source), MAX_NODES))
+    return next((watch for watch in watches if isinstance(watch, LossWatch)), None)
+
+
+def _nodes(source: Tensor) -> Iterator[Any]:
+    """Yield the nodes of the graph from which a tensor was computed, the nearest first."""
+    waiting, seen = deque[Any]([source.grad_fn]), set[Any]([None])
+    while waiting:
         node = waiting.popleft()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(watch := getattr(node, "watch", None), LossWatch):
-            return watch
-        waiting.extend(map(itemgetter(0), node.next_functions))
-    return None
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(map(itemgetter(0), node.next_functions))
 
 
 class TokenLoss:

@@ -27,9 +27,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.backbone import OF_OLDER_MASKS
-from radixtrain.hf.modules import name_of
-from radixtrain.hf.progress import Upstream, upstream
+from radixtrain.hf.backbone import OF_OLDER_MASKS, name_of
+from radixtrain.hf.progress import Upstream, running
 from radixtrain.versions import saying_what_was_tested
 
 ON_MASK = "_radix_on_mask"
@@ -144,7 +143,7 @@ def answered(call: Any, window: int, both_ways: bool, device: torch.device) -> T
 
 def _waits(given: Mapping[str, Any]) -> Upstream | None:
     """Return the call whose decoder gets a mask, if the mask waits for it. given: the keywords of a mask function."""
-    call = None if torch.compiler.is_compiling() else upstream.running()
+    call = None if torch.compiler.is_compiling() else running.upstream()
     is_its = call is not None and given.get("config") is call.decoder.config
     return call if is_its and "mask_function" in given and given.keys() <= READ else None
 

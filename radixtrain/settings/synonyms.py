@@ -23,8 +23,8 @@ SYNONYMS = {
     "data.val_size": "val_set_size",
     "data.batch_size: of a whole optimizer step, on all devices": "per_device_train_batch_size train_batch_size "
     "micro_batch_size gradient_accumulation_steps accumulate_grad_batches",
-    "data.max_tokens: tokens of a micro-batch; rows need no packing": "packing sample_packing "
-    "neat_packing padding_free per_device_eval_batch_size",
+    "data.max_tokens: tokens of a micro-batch; rows need no packing or padding": "packing sample_packing "
+    "neat_packing padding_free pad_to_multiple_of per_device_eval_batch_size",
     "data.max_length": "max_seq_length max_seq_len sequence_len cutoff_len model_max_length",
     "data.assistant_only_loss: negated, since true there is false here": "train_on_inputs train_on_input "
     "train_on_prompt",

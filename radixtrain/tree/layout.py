@@ -9,10 +9,9 @@ T packed tokens, U unique rows, B sequences, S segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -20,41 +19,49 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from radixtrain.kernels.merge_attention import Piece, Rows
+from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
-from radixtrain.tree.blocks import BlockLayout
+from radixtrain.tree.blocks import reversed_blocks
 from radixtrain.tree.chains import Entry, cascade
 from radixtrain.tree.plan import PrefixPlan
 
-OF_PLAN = ("gather_indices", "inverse_indices", "cu_seqlens", "segment_starts", "subtree_ends")
-OF_PATHS = ("path_keys", "path_cu_seqlens_q", "path_cu_seqlens_k")
-SECTIONS = (*OF_PLAN, *OF_PATHS, "calls", "block_of_row", "block_queries")
-BOUNDS = ("cu_seqlens", *OF_PATHS[1:])  # sections whose longest entry is known on the host
-WIDTH = 7  # numbers of a call
+OF_PLAN = ("gather_indices", "inverse_indices", "cu_seqlens", "segment_starts", "subtree_ends", "path_keys")
+SECTIONS = (*OF_PLAN, "block_of_row")
+NO_ROWS = np.zeros(0, dtype=np.int64)
 Function = Callable[[Tensor], Tensor]
 
 
 class _Host(NamedTuple):
     """The lists in `host`, each after its length.
 
-    lengths: of the sections. longest: entry of each of `BOUNDS`. max_position: the largest position id, without padding
-    rows; 0 if there is no row. calls: `WIDTH` numbers each. blocks: the lengths of a `BlockLayout`. parents, starts: of
-    the segments.
+    lengths: of the sections. causal: of each piece, 0 or 1. sides: of the queries of a piece and then of its keys, the
+    longest entry, the first row and how many. parents, starts: of the segments. max_position: one number.
     """
 
     lengths: list[int]
-    longest: list[int]
-    max_position: list[int]
-    calls: list[int]
-    blocks: list[int]
+    causal: list[int]
+    sides: list[int]
     parents: list[int]
     starts: list[int]
+    max_position: list[int]
 
 
-def _section(name: str, dtype: torch.dtype = torch.int64) -> Any:
-    """Make a property: a section of `rows`. int32 is free; int64, for indices, is one copy of all sections."""
-    return cached_property(lambda layout: layout.section(name, dtype))
+class _Side(NamedTuple):
+    """The queries or the keys of a piece.
+
+    bounds: (E+1,), of its entries. indices: of the rows; empty if these follow each other, from `first` on.
+    """
+
+    bounds: IntArray
+    first: int = 0
+    indices: IntArray = NO_ROWS
+
+
+def _section(name: str, is_wide: bool = True) -> Any:
+    """Make a property: a section of `rows`, as int64, which indices have to be, or as int32."""
+    place = SECTIONS.index(name)
+    return cached_property(lambda layout: (layout._int64 if is_wide else layout._int32)[place])
 
 
 class Movable:
@@ -86,48 +93,64 @@ class TreeLayout(Movable):
     """A `PrefixPlan` on a device.
 
     host: int64, on the CPU. rows: int32, on the device.
+    num_rows, num_tokens, num_sequences: U, T, B. max_seqlen: tokens of the longest sequence.
+    max_position: the largest position id, without padding rows; 0 if there is no row.
+    has_blocks: whether some rows attend in both directions.
+    ways: what computes the attention of layers, by what they ask for; filled by `tree_attention`.
 
     The sections of `rows`, as in the plan:
 
     gather_indices (U), inverse_indices (T), path_keys (T'): int64.
     cu_seqlens (B+1), segment_starts (S+1), subtree_ends (S): int32.
-    """
+    block_of_row (U): int64, see `from_plan`. Empty without blocks.
 
-    host: Tensor
-    rows: Tensor
+    Then come four for each piece: bounds and indices of its queries, bounds and indices of its keys.
+    """
 
     gather_indices = _section("gather_indices")
     inverse_indices = _section("inverse_indices")
+    cu_seqlens = _section("cu_seqlens", is_wide=False)
+    segment_starts = _section("segment_starts", is_wide=False)
+    subtree_ends = _section("subtree_ends", is_wide=False)
     path_keys = _section("path_keys")
-    cu_seqlens = _section("cu_seqlens", torch.int32)
-    segment_starts = _section("segment_starts", torch.int32)
-    subtree_ends = _section("subtree_ends", torch.int32)
+    block_of_row = _section("block_of_row")
 
     def __init__(self, host: Tensor, rows: Tensor) -> None:
-        self.host, self.rows = host, rows
+        self.host, self.rows, self.device = host, rows, rows.device
+        with _disable_current_modes():
+            numbers = iter(host.tolist())
+        self._host = lists = _Host(*(list(islice(numbers, length)) for length in numbers))
+        self.num_rows, self.num_tokens, num_bounds = lists.lengths[:3]
+        self.num_sequences, self.max_seqlen = num_bounds - 1, lists.sides[0]
+        (self.max_position,) = lists.max_position
+        self.has_blocks = lists.lengths[SECTIONS.index("block_of_row")] > 0
+        self.ways: dict[Any, Any] = {}
 
     @classmethod
-    def from_plan(cls, plan: PrefixPlan, blocks: BlockLayout | None = None) -> TreeLayout:
+    def from_plan(cls, plan: PrefixPlan, block_of_row: IntArray | None = None) -> TreeLayout:
         """Encode a plan, on the CPU. Runs in the DataLoader worker.
 
-        blocks: of its rows, if any attend in both directions.
+        block_of_row: (U,). the number of each row's block, in which rows attend in both directions; -1 for others.
         """
-        calls = cascade(*(x.tolist() for x in (plan.segment_starts, plan.segment_parents, plan.subtree_ends)))
-        numbers, call_rows = _encoded_calls(calls)
-        of_blocks = (blocks.block_of_row.numpy(), blocks.queries.numpy()) if blocks else (NO_ROWS, NO_ROWS)
-        of_plan = [getattr(plan, name) for name in (*OF_PLAN, *OF_PATHS)]
-        sections = dict(zip(SECTIONS, (*of_plan, call_rows, *of_blocks), strict=True))
+        segments = plan.segment_starts.tolist(), plan.segment_parents.tolist(), plan.subtree_ends.tolist()
+        own, *others = map(_sides_of, cascade(*segments))
+        sequences, new, paths = map(_Side, (plan.cu_seqlens, plan.path_cu_seqlens_q, plan.path_cu_seqlens_k))
+        later = [] if block_of_row is None else _onto_later_rows(block_of_row, plan)
+        causal = [(sequences, sequences), (new, paths), own]
+        sides = [side for piece in (*causal, *others, *later) for side in piece]
+        blocks = block_of_row if later else NO_ROWS
+        of_sides = [section for bounds, _, indices in sides for section in (bounds, indices)]
+        sections = [*(getattr(plan, name) for name in OF_PLAN), blocks, *of_sides]
         lists = _Host(
-            lengths=[len(section) for section in sections.values()],
-            longest=[_longest(sections[name]) for name in BOUNDS],
-            max_position=[int(plan.position_ids[: plan.num_unique_tokens].max(initial=0))],
-            calls=numbers,
-            blocks=list(blocks.lengths) if blocks else [],
+            lengths=[len(section) for section in sections],
+            causal=[*[1] * len(causal), *[0] * len(others), *[1] * len(later)],
+            sides=[number for bounds, first, _ in sides for number in (_longest(bounds), first, int(bounds[-1]))],
             parents=plan.segment_parents.tolist(),
             starts=plan.segment_starts.tolist(),
+            max_position=[int(plan.position_ids[: plan.num_unique_tokens].max(initial=0))],
         )
         host = [number for each in lists for number in (len(each), *each)]
-        rows = np.concatenate([*sections.values()]).astype(np.int32)
+        rows = np.concatenate(sections).astype(np.int32)
         with _disable_current_modes():  # a mode that fakes tensors would lose what they hold
             host_tensor = torch.tensor(host, dtype=torch.int64, device="cpu")
         return cls(host_tensor, torch.from_numpy(rows))
@@ -138,60 +161,22 @@ class TreeLayout(Movable):
         return self if rows is self.rows else TreeLayout(self.host, rows)
 
     @cached_property
-    def _host(self) -> _Host:
-        with _disable_current_modes():
-            numbers = iter(self.host.tolist())
-        return _Host(*(list(islice(numbers, length)) for length in numbers))
+    def _int32(self) -> tuple[Tensor, ...]:
+        return self.rows.split(self._host.lengths)
 
     @cached_property
-    def _bounds(self) -> list[int]:
-        return [0, *accumulate(self._host.lengths)]
-
-    @cached_property
-    def _wide(self) -> Tensor:
-        return self.rows.long()
-
-    def section(self, name: str, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return a section of `rows`, as int64 or int32."""
-        index = SECTIONS.index(name)
-        rows = self.rows if dtype == torch.int32 else self._wide
-        return rows[self._bounds[index] : self._bounds[index + 1]]
-
-    @cached_property
-    def num_rows(self) -> int:
-        return self._host.lengths[0]
-
-    @cached_property
-    def max_seqlen(self) -> int:
-        """Return the tokens of the longest sequence."""
-        return self._host.longest[BOUNDS.index("cu_seqlens")]
-
-    @property
-    def max_position(self) -> int:
-        """Return the largest position id, without padding rows; 0 if there is no row."""
-        return self._host.max_position[0]
-
-    @cached_property
-    def num_sequences(self) -> int:
-        return self._host.lengths[SECTIONS.index("cu_seqlens")] - 1
-
-    @property
-    def num_tokens(self) -> int:
-        return self._host.lengths[SECTIONS.index("inverse_indices")]
+    def _int64(self) -> tuple[Tensor, ...]:
+        return self.rows.long().split(self._host.lengths)  # one copy of all sections
 
     @property
     def shares(self) -> bool:
         """Return whether some row stands for several tokens. Padding adds rows."""
-        return len(self._host.calls) > WIDTH or self.num_rows < self.num_tokens
+        return not all(self._host.causal) or self.num_rows < self.num_tokens
 
     @property
     def batch_shape(self) -> tuple[int, int]:
         """Return (B, L), the shape of the ids in an ordinary batch; wider if the rows with their padding need it."""
         return self.num_sequences, max(self.max_seqlen, -(-self.num_rows // self.num_sequences))
-
-    @cached_property
-    def device(self) -> torch.device:
-        return self.rows.device
 
     @cached_property
     def row_subtree_ends(self) -> Tensor:
@@ -202,11 +187,6 @@ class TreeLayout(Movable):
     def row_depths(self) -> Tensor:
         """Return the place of each row in its sequence, (U,), int64, from 0, whatever its position id; padding too."""
         return self.gather_indices - self.cu_seqlens[sequences_of(self.gather_indices, self.cu_seqlens)]
-
-    @cached_property
-    def ways(self) -> dict[Any, Any]:
-        """Return what computes the attention of layers, by what they ask for; filled by `tree_attention`."""
-        return {}
 
     @cached_property
     def even_shape(self) -> tuple[int, int] | None:
@@ -220,70 +200,42 @@ class TreeLayout(Movable):
         return batch if is_even and (batch[0] > 1 or self.device.type == "cpu") else None
 
     @cached_property
+    def _pieces(self) -> list[Piece]:
+        lengths, bounds = self._host.lengths, self._int32[len(SECTIONS) :: 2]
+        longest, firsts, numbers = (self._host.sides[start::3] for start in range(3))
+        rows = [
+            self._int64[place] if lengths[place] else slice(first, first + number)
+            for place, first, number in zip(range(len(SECTIONS) + 1, len(lengths), 2), firsts, numbers, strict=True)
+        ]
+        return [
+            Piece(rows[q], rows[k], Ragged(bounds[q], bounds[k], longest[q], longest[k], causal=bool(causal)))
+            for q, k, causal in zip(range(0, len(rows), 2), range(1, len(rows), 2), self._host.causal, strict=True)
+        ]
+
+    @property
     def sequences(self) -> Piece:
-        """Return the call of `expand`: the packed sequences onto themselves, causal."""
-        return self._causal_sections("cu_seqlens", "cu_seqlens")
+        """Return the piece of `expand`: the packed sequences onto themselves, causal."""
+        return self._pieces[0]
 
-    @cached_property
+    @property
     def paths(self) -> Piece:
-        """Return the call of `path`: new rows of each sequence onto its root path, causal."""
-        return self._causal_sections(*OF_PATHS[1:])
+        """Return the piece of `path`: new rows of each sequence onto its root path, causal."""
+        return self._pieces[1]
 
-    def onto_paths(self, piece: Piece) -> Piece:
-        """Replace the keys of a piece, given by an index tensor, by their copies in `path_keys`.
+    @property
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of `cascade`; the first, of chains onto themselves, covers every row."""
+        return self._pieces[2 : -2 if self.has_blocks else None]
 
-        A row has a copy in the path that brings it, whose last copies are the rows that it brings.
-        """
-        of_q, of_k = (self.section(name) for name in OF_PATHS[1:])
-        assert isinstance(piece.k_rows, Tensor)
-        moved = (of_k - of_q)[1:][sequences_of(piece.k_rows, of_q)]
-        return replace(piece, k_rows=piece.k_rows + moved)
-
-    @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """Return the calls of `cascade`; the first, of chains onto themselves, covers every row."""
-        at = 0
-
-        def taken(number: int, dtype: torch.dtype) -> Tensor:
-            nonlocal at
-            at += number
-            return self.section("calls", dtype)[at - number : at]
-
-        def side(entries: int, number: int, longest: int, first: int) -> tuple[Rows, Tensor, int]:
-            bounds = taken(entries + 1, torch.int32)
-            return slice(first, first + number) if first >= 0 else taken(number, torch.int64), bounds, longest
-
-        pieces: list[Piece] = []
-        numbers = iter(self._host.calls)
-        for entries, *sides in zip(*[numbers] * WIDTH, strict=True):
-            q_rows, cu_q, max_q = side(entries, *sides[:3])
-            k_rows, cu_k, max_k = side(entries, *sides[3:])
-            pieces.append(Piece(q_rows, k_rows, Ragged(cu_q, cu_k, max_q, max_k, causal=not pieces)))
-        return tuple(pieces)
-
-    def _causal_sections(self, q: str, k: str) -> Piece:
-        of_q, of_k = (self.section(name, torch.int32) for name in (q, k))
-        longest_q, longest_k = (self._host.longest[BOUNDS.index(name)] for name in (q, k))
-        return Piece(slice(None), slice(None), Ragged(of_q, of_k, longest_q, longest_k, causal=True))
-
-    @cached_property
-    def blocks(self) -> BlockLayout | None:
-        """Return the blocks of rows that attend in both directions; None without any."""
-        lengths = self._host.blocks
-        if not lengths:
-            return None
-        queries = self.section("block_queries")
-        return BlockLayout(
-            block_of_row=self.section("block_of_row"), queries=queries, keys=queries + 1, lengths=tuple(lengths)
-        )
+    @property
+    def later(self) -> list[Piece]:
+        """Return the pieces of every row onto the later ones of its block, of `cascade` and of `path`; [] if none."""
+        return self._pieces[-2:] if self.has_blocks else []
 
     @property
     def segments(self) -> tuple[IntArray, IntArray]:
         """Return `segment_starts` (S+1,) and `segment_parents` (S,) of the plan, int64, on the host."""
         return np.array(self._host.starts), np.array(self._host.parents, dtype=np.int64)
-
-
-NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def on_device(values: IntArray, device: torch.device) -> Tensor:
@@ -296,24 +248,31 @@ def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.bucketize(token_indices, cu_seqlens[1:].to(token_indices.dtype), right=True)
 
 
-def _encoded_calls(calls: Sequence[Sequence[Entry]]) -> tuple[list[int], IntArray]:
-    """Return the numbers of the calls, and their bounds and indices. Rows that follow each other need no indices.
+def _sides_of(entries: Iterable[Entry]) -> tuple[_Side, _Side]:
+    """Return queries and keys of the entries of a piece. Rows that follow each other are a slice."""
+    q0, q1, k0, k1 = np.array(entries, dtype=np.int64).reshape(-1, 4).T
+    return _ranges(q0, q1 - q0), _ranges(k0, k1 - k0)
 
-    Numbers: of entries, and then for queries and for keys: of rows, the longest entry, the first row, -1 for indices.
+
+def _ranges(starts: IntArray, lengths: IntArray) -> _Side:
+    bounds = cumulative(lengths)
+    first = int(starts[0]) if len(starts) else 0
+    if (starts - first == bounds[:-1]).all():
+        return _Side(bounds, first)
+    return _Side(bounds, indices=concatenate_ranges(starts, lengths))
+
+
+def _onto_later_rows(block_of_row: IntArray, plan: PrefixPlan) -> list[tuple[_Side, _Side]]:
+    """Return the pieces of every row onto the later ones of its block, of cascade and of path; [] if there are none.
+
+    A row has a copy in the path that brings it, whose last copies are the rows that it brings.
     """
-    numbers: list[int] = []
-    rows: list[IntArray] = []
-    for entries in calls:
-        q0, q1, k0, k1 = np.array(entries, dtype=np.int64).reshape(-1, 4).T
-        numbers.append(len(entries))
-        for starts, lengths in ((q0, q1 - q0), (k0, k1 - k0)):
-            bounds = cumulative(lengths)
-            first = int(starts[0]) if len(starts) else 0
-            is_slice = bool((starts - first == bounds[:-1]).all())
-            numbers += [int(bounds[-1]), _longest(bounds), first if is_slice else -1]
-            rows += [bounds] if is_slice else [bounds, concatenate_ranges(starts, lengths)]
-    return numbers, np.concatenate(rows)
+    queries, bounds = reversed_blocks(block_of_row)
+    keys, of_q, of_k = queries + 1, plan.path_cu_seqlens_q, plan.path_cu_seqlens_k
+    copies = keys + (of_k - of_q)[np.searchsorted(of_q, keys, side="right")]
+    sides = [_Side(bounds, indices=each) for each in (queries, keys, copies)]
+    return [(sides[0], other) for other in sides[1:]] if len(queries) else []
 
 
-def _longest(bounds: np.ndarray) -> int:
+def _longest(bounds: IntArray) -> int:
     return int(np.diff(bounds).max(initial=0))

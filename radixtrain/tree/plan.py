@@ -162,23 +162,13 @@ class PrefixPlan:
                 ends[parent] = ends[segment]
         return read_only(np.array(ends, dtype=np.int64))
 
-    @cached_property
-    def segment_levels(self) -> IntArray:
-        """Count the branches above each segment, (S,): 0 at a root."""
-        levels: list[int] = []
-        for parent in self.segment_parents.tolist():
-            levels.append(levels[parent] + 1 if parent >= 0 else 0)
-        return read_only(np.array(levels, dtype=np.int64))
-
     @property
     def depth(self) -> int:
         """Count the levels of the radix tree; 1 if nothing branches, 0 for an empty batch."""
-        return int(self.segment_levels.max()) + 1 if self.num_segments else 0
-
-    @cached_property
-    def row_subtree_ends(self) -> IntArray:
-        """Return `subtree_ends` by row, (U,): query q sees key k iff `k <= q < row_subtree_ends[k]`."""
-        return read_only(self.subtree_ends.repeat(lengths_of(self.segment_starts)))
+        levels: list[int] = []
+        for parent in self.segment_parents.tolist():
+            levels.append(levels[parent] + 1 if parent >= 0 else 1)
+        return max(levels, default=0)
 
     def __repr__(self) -> str:
         padding = f" + {self.num_padding} padding" if self.num_padding else ""

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedConfig
 
-from radixtrain.hf.modules import mixers_of, text_layers
+from radixtrain.hf.backbone import mixers_of, text_layers
 from radixtrain.hf.recurrent import ForkedStates, cache_argument
 from radixtrain.tree.plan import PrefixPlan
 

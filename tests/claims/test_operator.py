@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from radixtrain.attention import EVERYWHERE, tree_attention
-from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 from tests.support import cases
@@ -48,7 +47,7 @@ def with_block(plan: PrefixPlan) -> TreeLayout:
     """Rows 1 and 2, which one sequence has back to back, attend in both directions."""
     block = np.full(plan.num_rows, -1)
     block[1:3] = 0
-    return TreeLayout.from_plan(plan, blocks=BlockLayout.of(block))
+    return TreeLayout.from_plan(plan, block_of_row=block)
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: TreeLayout, options: dict[str, Any]) -> Tensor:

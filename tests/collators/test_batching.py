@@ -7,11 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.collators.batching import (
-    cut_by_padded_tokens,
-    share_by_padded_tokens,
-    share_by_unique_tokens,
-)
+from radixtrain.collators.batching import share_by_padded_tokens, share_by_unique_tokens
 from radixtrain.testing import ragged_batches
 
 UNIQUE, PADDED = share_by_unique_tokens, share_by_padded_tokens
@@ -24,6 +20,10 @@ def arrays(sequences):
 
 def cut_by_unique_tokens(sequences, max_tokens):
     return share_by_unique_tokens(sequences, 1, max_tokens).groups[0]
+
+
+def cut_by_padded_tokens(sequences, max_tokens):
+    return share_by_padded_tokens(sequences, 1, max_tokens).groups[0]
 
 
 def num_unique(sequences):

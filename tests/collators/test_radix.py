@@ -53,9 +53,12 @@ def test_two_sequences():
                 "segment_starts": [0, 2, 3, 4],
                 "subtree_ends": [4, 3, 4],
                 "path_keys": [0, 1, 2, 0, 1, 3],
-                "path_cu_seqlens_q": [0, 3, 4],
-                "path_cu_seqlens_k": [0, 3, 6],
-                "calls": [0, 3, 4, 0, 3, 4, 0, 1, 0, 2],  # both ends onto themselves; the last row onto what both have
+                "pieces": [
+                    [([0, 3, 6], slice(0, 6))] * 2,  # every token
+                    [([0, 3, 4], slice(0, 4)), ([0, 3, 6], slice(0, 6))],  # new rows onto their paths
+                    [([0, 3, 4], slice(0, 4))] * 2,  # both ends onto themselves
+                    [([0, 1], slice(3, 4)), ([0, 2], slice(0, 2))],  # the last row onto what both have
+                ],
             },
         },
     }

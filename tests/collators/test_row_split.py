@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixtrain.collators.radix import RadixCollator
-from radixtrain.collators.row_split import split_batch
+from radixtrain.collators.row_split import RowShare, split_batch
 from radixtrain.collators.steps import StepCollator
 from radixtrain.testing import ragged_batches
 from tests.collators.predictions import entries_of
@@ -33,7 +33,7 @@ def test_the_parts_together_are_the_micro_batch(sequences, size, has_floats, mul
         if has_floats:
             features[-1]["loss_weights"] = [1.0 + place % 3 for place in range(len(ids))]
     whole = RadixCollator(merge_labels=True, pad_to_multiple_of=multiple)(features)
-    parts = [split_batch(whole, rank, size) for rank in range(size)]
+    parts = [split_batch(whole, RowShare(rank, size)) for rank in range(size)]
     num_rows = whole["input_ids"].shape[1]
     count = -(-num_rows // size)
     for name in ("input_ids", "position_ids"):
@@ -62,7 +62,7 @@ def test_the_ranks_of_a_group_have_the_same_micro_batches(sequences, sizes, max_
         expected = replace(alone, rank=rank // sp_size)(features)
         assert step.members == expected.members and step.num_labels == expected.num_labels
         for batch, whole in zip(step.micro_batches, expected.micro_batches, strict=True):
-            part = split_batch(whole, rank % sp_size, sp_size)
+            part = split_batch(whole, RowShare(rank % sp_size, sp_size))
             assert all(torch.equal(x, part[name]) for name, x in batch.items() if isinstance(x, torch.Tensor))
 
 

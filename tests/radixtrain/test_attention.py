@@ -257,7 +257,7 @@ class TestChoice:
             *((("auto", "auto", CPU, dtype, 17), {}, ("cascade", "torch", "no row is copied; torch: on cpu"))
               for dtype in (torch.float64, F32, BF16)),
             (("path", "eager", CPU, F32, 64), {}, ("path", "eager", "path: as chosen; eager: as chosen")),
-            (("reference", "auto", CPU, F32, 64), {}, ("reference", "none", "explicit mask, by request")),
+            (("reference", "auto", CPU, F32, 64), {}, ("reference", "eager", "explicit mask, by request")),
             (("auto", "auto", CPU, F32, 64), SOFTCAP, ("cascade", "eager", "torch computes no soft-cap")),
             (("auto", "auto", CPU, F32, 64), WINDOW, ("path", "torch", "binds, which cascade cannot keep")),
             (("expand", "auto", CPU, F32, 64), WINDOW, ("expand", "torch", "as chosen")),

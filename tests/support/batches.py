@@ -110,7 +110,7 @@ def attention_inputs(
 
 def mask_pairs(plan: PrefixPlan) -> set[tuple[int, int]]:
     """Every (query, key) that the tree mask allows."""
-    ends = plan.row_subtree_ends.tolist()
+    ends = plan.subtree_ends.repeat(np.diff(plan.segment_starts)).tolist()
     return {(query, key) for key, end in enumerate(ends) for query in range(key, end)}
 
 
@@ -590,12 +590,20 @@ def as_python(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, TreeLayout):
-        return {name: value.section(name).tolist() for name in SECTIONS if len(value.section(name))}
+        sections = {name: getattr(value, name).tolist() for name in SECTIONS}
+        pieces = [value.sequences, value.paths, *value.pieces, *value.later]
+        return {name: x for name, x in sections.items() if x} | {"pieces": [*map(of_piece, pieces)]}
     if isinstance(value, RadixInputs):
         tensors = {name: value.tensor(name) for name in value.sections if name != "plan"}
         known = {name: x for name, x in vars(value).items() if name not in ("host", "rows", "sections")}
         return {name: as_python(x) for name, x in {"layout": value.layout, **tensors, **known}.items() if has(x)}
     return {name: as_python(x) for name, x in value.items()} if isinstance(value, dict) else value
+
+
+def of_piece(piece: Piece) -> list[Any]:
+    """Queries and keys, each as its bounds and rows; the other fields follow from these."""
+    sides = (piece.ragged.cu_seqlens_q, piece.q_rows), (piece.ragged.cu_seqlens_k, piece.k_rows)
+    return [(bounds.tolist(), rows if isinstance(rows, slice) else rows.tolist()) for bounds, rows in sides]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.recurrent import Mixer
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.tree.radix_inputs import layout_of
-from radixtrain.tree.runs import cheapest_runs
+from radixtrain.tree.runs import tree_runs
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import (
     Features,
@@ -302,7 +302,8 @@ FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in ROWS]
 
 def batch_of(features: Any = FEATURES) -> dict[str, Any]:
     batch = RadixCollator()(features)
-    assert cheapest_runs(*layout_of(batch).segments).num_forks, "these rows do not fork"
+    groups = tree_runs(layout_of(batch), forks=True).groups
+    assert any(group.is_fork for group in groups), "these rows do not fork"
     return batch
 
 

@@ -23,12 +23,12 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.collators.misuse_guard import callers, is_instance_by_name
-from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.attention_interface import OPTIONS, take_over
+from radixtrain.errors import UserError
+from radixtrain.hf.attention_interface import OPTIONS
 from radixtrain.hf.backbone import CACHE, Parts, pretrained_model_of
 from radixtrain.hf.guards.draws import number_that_draws, why_refused
 from radixtrain.hf.guards.rules import (
-    check_supported,
+    Limit,
     limit_of,
     positions_in_table,
     why_no_soft_cap,
@@ -83,9 +83,6 @@ def check_batch(
             "torch.nn.DataParallel cannot spread a radix batch over several GPUs; Trainer uses it if one process sees "
             "several: start one process per GPU (torchrun), or show the process one: CUDA_VISIBLE_DEVICES=0"
         )
-    name = type(decoder).__name__
-    if reason := take_over(decoder):
-        raise UserError(f"{name}: {reason}, and tree attention would compute something else; {TRAIN_WITHOUT_SHARING}")
     _check_inputs(decoder, given, num_rows)
     _check_reach(decoder, layout.max_seqlen, layout.max_position)
     if head is not None and number_that_draws(head, allowed)[0]:
@@ -184,28 +181,15 @@ def _will_use_the_logits(trainer: Any) -> bool:
     return wants and is_stock and is_instance_by_name(trainer.data_collator, *COLLATOR)
 
 
-def check_generation(parts: Parts, longest: int) -> None:
-    """Refuse a model that cannot generate from stored keys and values exactly.
-
-    longest: tokens of the longest prompt and its answer, without the last one, which is never computed.
-    """
-    check_supported(parts, "generate")
-    check_length(parts, longest)
-
-
 def check_length(parts: Parts, longest: int) -> None:
-    """Refuse so many tokens of a sequence, if positions or chunks of the model do not reach so far."""
-    _check_reach(parts.decoder, longest, longest - 1)
-    check_table(parts, longest)
-
-
-def check_table(parts: Parts, longest: int) -> None:
-    """Refuse so many tokens of a sequence, if the model has no position for the last ones."""
-    table = positions_in_table(parts.decoder)
-    if table is not None and longest > table:
+    """Refuse so many positions of a prompt and its answer, if a table or chunks of the model do not reach so far."""
+    limit, table = limit_of(parts.decoder, longest, longest - 1), positions_in_table(parts.decoder)
+    if limit is None and table is not None and longest > table:
+        limit = Limit(f"a table of {table} positions", table)
+    if limit is not None:
         raise UserError(
-            f"{parts.name} has a table of {table} positions, and the longest prompt with its answer would have "
-            f"{longest + 1} tokens; lower max_new_tokens, or set max_length to {table + 1}"
+            f"{parts.name} has {limit.reason}, and the longest prompt with its answer takes {longest} positions; "
+            f"shorten them to {limit.tokens}"
         )
 
 

@@ -9,6 +9,7 @@ package, put where the model's file has other code, is tried (`model.py`).
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -18,12 +19,11 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from radixtrain.hf.modules import names_in
+from radixtrain.hf.backbone import attends, modules_in, names_in
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
@@ -46,6 +46,9 @@ PLAIN = {
     *(nn.Module, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Sequential, nn.Identity),
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout),
 }
+SETTLED = PLAIN - {nn.Dropout, nn.Embedding}  # all that they hold is in the shapes of their weights
+SETTINGS = {bool, float, str}
+COUNTS = {int, dict, OrderedDict, type(None)}  # of what modules hold, what a pass may change; and what torch keeps
 # Where transformers has modules for all of its models. Those of known packages other than `TRIED` have been measured.
 BESIDE_MODELS = (
     "transformers.activations",
@@ -149,6 +152,7 @@ class OtherCode(NamedTuple):
     strange: modules that may compute a token from others, by code which the files of the decoder do not have.
     placed: what instances hold and can call. functions: what these files, torch and their classes name.
     experts: the function of its experts_implementation. own: further known packages of classes.
+    kinds: the classes of the modules in the roots.
     state: of all code and its settings; another one if any has changed.
     """
 
@@ -160,11 +164,20 @@ class OtherCode(NamedTuple):
     functions: list[Any]
     experts: Any
     own: frozenset[str]
+    kinds: frozenset[type]
     state: Hashable
 
     @property
     def refused(self) -> str | None:
-        """Name code of a third party: a hook, or a `forward` of a class or of an instance. None without any."""
+        """Name code of a third party: a hook, or a `forward` of a class or of an instance. None without any.
+
+        Or a layer with another attention than its decoder, whose mask it gets.
+        """
+        usual = self.roots[0].config._attn_implementation
+        for module in filter(lambda each: attends(type(each)), self.reached):
+            name = getattr(getattr(module, "config", None), "_attn_implementation", usual)
+            if name != usual:
+                return f"{_path(self.roots, module)} has attn_implementation {name!r}, and its decoder {usual!r}"
         sites = [
             *(("a hook on {}", module, each, KNOWN) for module, hooks in self.hooked for each in hooks),
             ("its experts_implementation", self.roots[0], self.experts, self.own),
@@ -211,7 +224,7 @@ def code_in(
     This runs in every pass, so it calls nothing of Python for a module.
     """
     roots = [decoder] if head is None else [decoder, head]
-    inner = [each for root in roots for each in (root, *_inside(root))]
+    inner = [each for root in roots for each in modules_in(root)]
     beyond = set() if besides is None else {*besides.modules()}
     reached = [each for each in (*outer, *inner) if each not in beyond]
     hooked = [
@@ -219,7 +232,7 @@ def code_in(
         for each in reached
         if each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
     ]
-    kinds = {*map(type, inner)}
+    kinds = frozenset(map(type, inner))
     files = {each.__module__ for each in type(decoder).__mro__ if each.__module__.startswith("transformers.models.")}
     classes = {each for kind in kinds for each in kind.__mro__ if each.__module__ in files}
     strange = {kind for kind in kinds if not _is_own(kind, files, classes)}
@@ -231,13 +244,15 @@ def code_in(
         for name, each in space.items()
         if isinstance(each, FUNCTIONS) and not name.startswith(COMPILED)
     ]
-    placed = [
+    held = [
         value
         for each in inner
-        if type(each) not in PLAIN or not CALLED.isdisjoint(each.__dict__)
+        if type(each) not in SETTLED or not CALLED.isdisjoint(each.__dict__)
         for value in each.__dict__.values()
-        if callable(value)
+        if type(value) not in COUNTS
     ]
+    placed = [value for value in held if callable(value)]
+    configs = {id(each.__dict__.get("config")): each.__dict__.get("config") for each in inner}
     experts = ALL_EXPERTS_FUNCTIONS.get(getattr(decoder.config.get_text_config(), "_experts_implementation", None))
     of_classes = [
         vars(each)[name] for kind in {*map(type, reached)} for each in kind.__mro__ for name in CALLED & {*vars(each)}
@@ -248,28 +263,23 @@ def code_in(
         *map(_identity, [experts, *of_classes, *placed]),
         frozenset(_origin(each) for _, those in hooked for each in _functions(*those)),
         *(f"{getattr(each, ADAPTERS)} {each.disable_adapters}" for each in inner if hasattr(type(each), ADAPTERS)),
-        *((each.extra_repr(), *values_of(each)) for each in found),
-        *(each.scale_grad_by_freq for each in inner if isinstance(each, nn.Embedding)),
-        decoder.training,
+        *(each.extra_repr() for each in found),
+        *[value for value in held if type(value) in SETTINGS],
+        *(repr(getattr(each, "__dict__", None)) for each in configs.values()),
     )
     own = KNOWN.union(each.__module__.partition(".")[0] for each in type(model).__mro__)
-    return OtherCode(roots, reached, hooked, found, placed, functions, experts, own, state)
-
-
-def values_of(module: nn.Module) -> Iterator[object]:
-    """Yield the settings and functions that a module holds: no counts, which a pass may change."""
-    for value in vars(module).values():
-        if type(value) in (bool, float, str):
-            yield value
-        elif callable(value):
-            yield _identity(value)
+    return OtherCode(roots, reached, hooked, found, placed, functions, experts, own, kinds, state)
 
 
 def _identity(value: object) -> Hashable:
     """Return what tells a function from every other one, also from one that gets its address after it is gone.
 
-    A weak reference: a function may hold the model, which whoever keeps the identity would then keep too.
+    A weak reference: a function may hold the model, which whoever keeps the identity would then keep too. Partial
+    calls of the same are one: transformers makes a new one each time that activation checkpointing is switched on.
     """
+    if isinstance(value, partial):
+        items = (*value.args, *chain.from_iterable(value.keywords.items()))
+        return (_identity(value.func), *(each if type(each) in SETTINGS else _identity(each) for each in items))
     return ref(value) if isinstance(value, FUNCTIONS) else id(value)
 
 
@@ -311,18 +321,6 @@ def _on_instance(module: nn.Module) -> Iterator[Any]:
         yield from (function for function in _functions(own["forward"]) if function not in of_class)
         if (hook := own.get("_hf_hook")) is not None:
             yield from map(type, (hook, *getattr(hook, "hooks", ())))
-
-
-def _inside(root: nn.Module) -> list[nn.Module]:
-    """List the modules inside another, except parametrizations, which get weights and no tokens."""
-    found: list[nn.Module] = []
-    level = [root]
-    while level:
-        inner = [module._modules for module in level if module._modules]
-        children = chain.from_iterable([named.values() for named in inner])
-        level = [child for child in children if child is not None and type(child) is not ParametrizationList]
-        found += level
-    return found
 
 
 def _path(roots: Sequence[nn.Module], module: nn.Module) -> str:

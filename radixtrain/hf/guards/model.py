@@ -21,12 +21,13 @@ import random
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 from statistics import median
 from threading import RLock, get_ident
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -36,9 +37,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from radixtrain.collators.misuse_guard import is_instance_by_name
 from radixtrain.errors import UserError, first_line
-from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import text_decoder_of
-from radixtrain.hf.guards.code import ADAPTERS, code_in, values_of, why_recorded
+from radixtrain.hf.attention_interface import RadixCall, take_over
+from radixtrain.hf.backbone import mixers_of, num_attention_layers, text_decoder_of, text_layers
+from radixtrain.hf.guards.code import ADAPTERS, code_in, why_recorded
 from radixtrain.hf.guards.draws import (
     generator_states,
     has_drawn,
@@ -46,8 +47,7 @@ from radixtrain.hf.guards.draws import (
     set_generator_states,
     without_dropout,
 )
-from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
-from radixtrain.hf.progress import Progress
+from radixtrain.hf.progress import running
 from radixtrain.hf.recurrent import arguments_by_name, each_tensor, run_on_tree
 from radixtrain.hf.windows import chunk_of, no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
@@ -62,6 +62,7 @@ ROWS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2], [1, 2, 3, 4, 5, 3, 2, 7, 1], [
 DRAWS = "draws at random"
 ROUNDING = 2  # times the distance of two ordinary passes, one of them from embeddings that are rounded otherwise
 LOST = 0.1  # relative error of the gradient through the states of a mixer, of which rounding in bfloat16 makes 0.01
+MAX_STATES = 100  # of a decoder whose verdicts are kept: a setting may change in every step
 LARGE = 2**22  # numbers: larger buffers are weights of a quantized layer, larger parameters not those of an adapter
 _trying = RLock()  # a trial changes modules for a while
 NO_VALUES = (("torch.distributed.tensor", "DTensor"), ("torch._subclasses.fake_tensor", "FakeTensor"))
@@ -69,33 +70,31 @@ WRAPPER = "checkpoint_fn"  # of torch's CheckpointWrapper
 FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
 
 
-class Verdict(NamedTuple):
-    """What is known of a model.
+@dataclass(eq=False)
+class Verdict:
+    """What is known of a model in one state.
 
     reason: what it computes differently on unique tokens; None if nothing. forks: whether the states of its recurrent
-    layers may fork.
+        layers may fork.
+    other_code: what is not its own; empty if nothing. shapes: rows and tokens in each that have been tried.
     """
 
     reason: str | None
     forks: bool = False
-
-
-class _Judged(NamedTuple):
-    """What is known of a decoder in one state: of its `OtherCode`, and the verdicts by the shape of the rows tried."""
-
-    refused: str | None
-    tried: str
-    verdicts: dict[Sequence[int], Verdict]
+    other_code: str = ""
+    shapes: list[Sequence[int]] = field(default_factory=list)
 
     def covers(self, shape: Sequence[int]) -> bool:
         """Return whether rows of this shape need no trial: only code that is not the model's own needs long ones."""
-        return not self.tried or any(
-            each.reason or (shape[0] <= rows and shape[1] <= length) for (rows, length), each in self.verdicts.items()
-        )
+        return not self.other_code or any(shape[0] <= rows and shape[1] <= length for rows, length in self.shapes)
+
+    def note(self, decoder: nn.Module, reason: str | None, shape: Sequence[int]) -> None:
+        """Add what a trial of rows of this shape has found."""
+        self.reason = reason and f"{self.other_code or type(decoder).__name__} {reason}"
+        self.shapes.append(shape)
 
 
-_judged: WeakKeyDictionary[nn.Module, dict[Hashable, _Judged]] = WeakKeyDictionary()  # of a decoder, by its state
-_untried: WeakSet[nn.Module] = WeakSet()  # those with recurrent layers of which that has been said
+_judged: WeakKeyDictionary[nn.Module, dict[Hashable, Verdict]] = WeakKeyDictionary()  # of a decoder, by its state
 
 
 def verdict_of(
@@ -103,7 +102,6 @@ def verdict_of(
     backbone: Any,
     head: Any = None,
     *,
-    progress: Progress,
     allowed: Collection[str] = (),
     drew: bool = False,
     shape: Sequence[int] = ROWS.shape,
@@ -113,79 +111,69 @@ def verdict_of(
 
     model: around the backbone. head: computes logits from hidden states of unique tokens; None if it gets every token
         at its place.
-    progress: of the calls of the model. allowed: as `allow_dropout` of `share_prefixes`.
+    allowed: as `allow_dropout` of `share_prefixes`.
     drew: whether a pass moved a generator. OPT draws numbers that change nothing while its layerdrop is 0.
     shape: rows and tokens in each, of the padded batch. reached: what else gets unique tokens, as `code_in` takes it.
 
-    A model is tried once in each mode and dtype, with and without gradients, and again when its modules, hooks or
-    functions have changed. One with code that is not its own is tried again when more or longer rows come. Every other
-    call costs one look at its modules (`code_in`). If the weights are spread over
-    processes, nothing is tried: then the rules decide, code that is not the model's own is refused, and recurrent
-    layers compute whole sequences.
+    A model is tried once in each mode and dtype, with and without gradients, and again when its modules, hooks,
+    functions or settings have changed. One with code that is not its own is tried again when more or longer rows come.
+    Every other call costs one look at its modules (`code_in`). If the weights are spread over processes, nothing is
+    tried: then the rules decide, code that is not the model's own is refused, and recurrent layers compute whole
+    sequences.
     """
-    if (recorded := why_recorded()) is not None:
-        return Verdict(recorded)
     decoder = text_decoder_of(backbone)
     if drew and number_that_draws(decoder, allowed)[0]:  # a layer that is left out seldom does not show in a trial
         return Verdict(f"{type(decoder).__name__} {DRAWS}")
     code = code_in(model, decoder, head, **reached)
-    numbers = [value for each in decoder.modules() for value in values_of(each)] if drew else ()
-    key = code.state, backbone is decoder, _arithmetic(decoder), *allowed, *numbers
+    other = why_recorded() or take_over(decoder.config, code.kinds)
+    if other is not None:
+        return Verdict(other)
+    key = code.state, backbone is decoder, _arithmetic(decoder), *allowed, drew
     gradients = torch.is_grad_enabled()
     with _trying, torch.inference_mode(False), torch.set_grad_enabled(gradients):
         known = _judged.setdefault(decoder, {})
+        if len(known) > MAX_STATES:
+            known.clear()
         if key not in known:
-            known[key] = _Judged(code.refused, code.tried, {})
-        judged = known[key]
-        if judged.refused is not None:
-            return Verdict(judged.refused)
-        if ROWS.shape not in judged.verdicts:
-            if not _is_whole(decoder):
-                return _untried_verdict(decoder, judged.tried)
-            judged.verdicts[ROWS.shape] = _first_verdict(backbone, head, progress, allowed, drew, bool(judged.tried))
-        forks = judged.verdicts[ROWS.shape].forks
-        if not judged.covers(shape):
+            known[key] = Verdict(code.refused, other_code=code.tried)
+        verdict = known[key]
+        if verdict.reason is None and not verdict.shapes:
+            reason, verdict.forks = _first_tried(backbone, head, allowed, drew, verdict.other_code)
+            verdict.note(decoder, reason, ROWS.shape)
+        if verdict.reason is None and not verdict.covers(shape):
             places = torch.arange(shape[1], device="cpu")
             own = torch.arange(shape[0], device="cpu")[:, None] * (places >= shape[1] // 2)
             ids = (places + own) % 7 + 1
             with torch.no_grad():  # and without a head, whose logits would take much memory
-                judged.verdicts[shape] = Verdict(_tried(backbone, None, progress, allowed, ids), forks)
-        reason = next((each.reason for each in judged.verdicts.values() if each.reason), None)
-    return Verdict(reason and f"{judged.tried or type(decoder).__name__} {reason}", forks)
+                verdict.note(decoder, _tried(backbone, None, allowed, ids), shape)
+    return verdict
 
 
-def _untried_verdict(decoder: nn.Module, other_code: str) -> Verdict:
-    """Return the verdict on weights that are not whole in this process."""
-    if other_code:
-        return Verdict(f"{other_code} cannot be tried, because the weights are not whole in this process")
-    if decoder not in _untried and mixers_of(decoder):
-        _untried.add(decoder)
-        _say_whole(decoder, "its weights are not whole in this process, so forks cannot be tried")
-    return Verdict(None)
+def _first_tried(
+    backbone: Any, head: Any, allowed: Collection[str], drew: bool, other_code: str
+) -> tuple[str | None, bool]:
+    """Try a model on a few rows: with states that fork, if it has any, and then without.
 
-
-def _first_verdict(
-    backbone: Any, head: Any, progress: Progress, allowed: Collection[str], drew: bool, has_other_code: bool
-) -> Verdict:
-    """Try a model on a few rows: with states that fork, if it has any, and then without."""
+    Returns what it computes differently, and whether states fork.
+    """
     decoder = text_decoder_of(backbone)
-    given = backbone, head, progress, allowed, ROWS, drew
-    why_whole = None
-    if mixers_of(decoder):
-        why_whole = _tried(*given, forks=True)
-        if why_whole is None:
-            return Verdict(None, forks=True)
-    reason = _tried(*given)
-    if reason == DRAWS and not (has_other_code or drew):
-        reason = None  # the call itself will show it, and is refused with the number
-    if why_whole and reason is None:
-        _say_whole(decoder, why_whole)
-    return Verdict(reason)
-
-
-def _say_whole(decoder: nn.Module, reason: str) -> None:
-    name = type(decoder).__name__
-    logger.warning("%s computes every sequence from its first token on in recurrent layers: %s", name, reason)
+    has_states = bool(mixers_of(decoder))
+    if not _is_whole(decoder):
+        not_whole = "the weights are not whole in this process"
+        reason = f"cannot be tried: {not_whole}" if other_code else None
+        why_whole: str | None = f"{not_whole}, so forks cannot be tried"
+    else:
+        given = backbone, head, allowed, ROWS, drew
+        why_whole = _tried(*given, forks=True) if has_states else None
+        if has_states and why_whole is None:
+            return None, True
+        reason = _tried(*given)
+        if reason == DRAWS and not (other_code or drew):
+            reason = None  # the call itself will show it, and is refused with the number
+    if has_states and reason is None:
+        name = type(decoder).__name__
+        logger.warning("%s computes every sequence from its first token on in recurrent layers: %s", name, why_whole)
+    return reason, False
 
 
 def _arithmetic(decoder: Any) -> Hashable:
@@ -232,7 +220,6 @@ class _Pass(NamedTuple):
 def _tried(
     backbone: Any,
     head: Any,
-    progress: Progress,
     allowed: Collection[str],
     rows: Tensor,
     drew: bool = False,
@@ -259,7 +246,7 @@ def _tried(
     call = RadixCall(layout, None, "auto", "auto", window_may_bind(decoder.config, layout.max_seqlen))
     whole = call.runs
     if forks:
-        call.runs = runs_of_segments(*layout.segments, min_saved=SHORTEST_FORK).to(device)
+        call.runs = runs_of_segments(*layout.segments, SHORTEST_FORK, device)
     copies = layout.inverse_indices
     ordinary = {"input_ids": rows, "attention_mask": attended}
     once = {
@@ -272,13 +259,13 @@ def _tried(
     with _without_trace(backbone, allowed), torch.set_grad_enabled(torch.is_grad_enabled() or has_adapters):
         before = generator_states(device)
         try:
-            with progress.during(None):
+            with running.during(None):
                 expected, again = (_passed(backbone, head, ordinary, tokens, depths) for _ in range(2))
             draws = has_drawn(device, before)
-            with progress.during(call):
+            with running.during(call):
                 found = _passed(backbone, head, once, copies, depths)
             if forks:
-                with progress.during(None):
+                with running.during(None):
                     tries = (
                         _why_no_fork(mixer, given, call.runs, whole, layout.row_depths < NUM_SHARED)
                         for mixer, given in found.mixers.items()
@@ -294,7 +281,7 @@ def _tried(
             suspects = [*expected.suspects(found, bar)]
             pairs = (expected.states, found.states), (summed, found.gradient)
             if suspects or not all(are_alike(*pair) for pair in pairs):
-                with progress.during(None):
+                with running.during(None):
                     moved = _passed(backbone, head, ordinary, tokens, depths, moved=True)
                 if _distance(*pairs[0]) > ROUNDING * _distance(expected.states, moved.states):
                     first = _first_layer(decoder, expected, found, moved)

@@ -26,11 +26,13 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.models.auto import modeling_auto
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.attention_interface import FLASH, forget_attention, take_over
-from radixtrain.hf.backbone import Parts, is_text
-from radixtrain.hf.modules import (
+from radixtrain.hf.attention_interface import FLASH
+from radixtrain.hf.backbone import (
+    Parts,
     is_attention,
+    is_text,
     mixers_of,
+    modules_in,
     names_in,
     names_in_method,
     num_attention_layers,
@@ -92,7 +94,6 @@ def check_supported(parts: Parts, entry_point: EntryPoint) -> None:
 
 def why_unsupported(parts: Parts, entry_point: EntryPoint) -> str | None:
     """Say why no call of a model can be exact at this entry point, and the fix; None if the trial decides."""
-    forget_attention(parts.decoder)
     for rule in RULES:
         if entry_point in rule.entry_points and (reason := rule.why(parts)):
             return f"{parts.name} {reason}; {rule.fix.format(without=WITHOUT[entry_point])}{untested()}"
@@ -104,11 +105,7 @@ def traits_of(decoder: PreTrainedModel) -> tuple[str, list[nn.Module], list[Any]
 
     To read and compare them takes 0.1 ms of one core for 28 layers, 1.4 ms with LoRA (2,329 modules).
     """
-    modules: list[nn.Module] = []
-    level: list[nn.Module] = [decoder]
-    while level:
-        modules += level
-        level = [child for each in level for child in each._modules.values() if child is not None]
+    modules = modules_in(decoder)
     return repr(vars(decoder.config)), modules, [module.__dict__.get(CHUNKS) for module in modules]
 
 
@@ -310,11 +307,6 @@ def _chooses_a_span(parts: Parts) -> str | None:
     return "chooses a span among all places of a row, those of padding included, which share_prefixes does not compute"
 
 
-def _has_other_attention(parts: Parts) -> str | None:
-    reason = take_over(parts.decoder)
-    return reason and f"has attention that tree attention does not compute: {reason}"
-
-
 def _takes_no_positions(parts: Parts) -> str | None:
     """Judge by the arguments of the backbone. A model that has only recurrent layers needs no positions."""
     takes = inspect.signature(parts.backbone.forward).parameters
@@ -399,7 +391,6 @@ RULES = (
     Rule(_computes_in_chunks, fix="set it to 0, which changes no result, or {without}"),
     Rule(_looks_through_the_batch, fix="leave them out, or {without}"),
     # What the trial would find too, where it can run, without the reason.
-    Rule(_has_other_attention, (*COLLATED, "generate")),
     Rule(_takes_no_positions),
     Rule(_counts_from_padding),
     Rule(_may_be_an_encoder, TRAINING, "use a decoder, or {without}"),

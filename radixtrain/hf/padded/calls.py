@@ -19,13 +19,14 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from radixtrain.collators.misuse_guard import is_called_by
-from radixtrain.hf.attention_interface import OPTIONS, take_over
-from radixtrain.hf.backbone import CACHE, text_decoder_of
+from radixtrain.hf.attention_interface import OPTIONS
+from radixtrain.hf.backbone import CACHE
 from radixtrain.hf.guards.code import why_recorded
 from radixtrain.hf.guards.draws import evaluating
 from radixtrain.hf.guards.rules import limit_of, scaled_from
-from radixtrain.hf.padded.places import PaddedRows
+from radixtrain.hf.padded.places import PaddedIds
 from radixtrain.hf.pictures import OF_PICTURES, image_token_of
+from radixtrain.hf.progress import Upstream
 from radixtrain.hf.sharing_report import GENERATION, is_frozen
 
 READ = {"input_ids", "attention_mask", "position_ids"}
@@ -39,63 +40,63 @@ UNREAD = {
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
 }
 
+# The gradient would show a loss that reads padding; to ask for one where the untouched model has none would change it.
+LEARNS_NOTHING = (
+    "nothing that hidden states depend on is trained, so that a loss might read padding; call it under torch.no_grad()"
+)
 
-def why_unshared(backbone: PreTrainedModel, given: Mapping[str, Any], generates: bool) -> str | None:
+
+def why_unshared(call: Upstream, generates: bool) -> str | None:
     """Say why a call cannot be shared, as far as this is known without reading the ids; None if it can.
 
-    given: as `arguments_of` returns them.
     generates: whether the caller may want a cache that only the configuration requests.
     """
-    decoder = text_decoder_of(backbone)
-    if given.get("input_ids") is None:
+    if call.given.get("input_ids") is None:
         return "inputs_embeds are given, and tokens are compared by their ids"
     return (
-        _why_cache(backbone, decoder, given, generates)
-        or _why_shape(given["input_ids"])
-        or _why_outputs(decoder.config, given)
-        or _why_other_inputs(backbone, decoder, given)
-        or _why_state(backbone, decoder)
+        _why_cache(call, generates)
+        or _why_shape(call.given["input_ids"])
+        or _why_outputs(call.decoder.config, call.given)
+        or _why_other_inputs(call)
+        or _why_state(call)
     )
 
 
-def why_rows_are_not_shared(backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows) -> str | None:
-    """Say why these rows cannot be shared; None if they can."""
-    decoder = text_decoder_of(backbone)
-    if not rows.attended.any():
+def why_batch_is_not_shared(call: Upstream, batch: PaddedIds) -> str | None:
+    """Say why the ids of a call cannot be shared, as they stand in its batch; None if they can."""
+    decoder = call.decoder
+    if not batch.attended.any():
         return "attention_mask hides every token"
-    if torch.is_grad_enabled() and not backbone.training and not rows.attended.all() and is_frozen(backbone):
-        return (
-            "a frozen model in eval() with gradients on, where a loss may read padding; call it under torch.no_grad()"
-        )
-    if rows.has_holes:
+    if torch.is_grad_enabled() and not batch.attended.all() and is_frozen(call.backbone):
+        return LEARNS_NOTHING
+    if batch.has_holes:
         return "attention_mask has a hole"
-    if rows.is_packed and not rows.packing_is_plain:
+    if batch.is_packed and not batch.packing_is_plain:
         return "position_ids jump within a row"
-    if rows.is_packed and option("use_cache", decoder.config, given):
+    if batch.is_packed and option("use_cache", decoder.config, call.given):
         return "a row has several sequences, which transformers separates only with use_cache=False"
-    if rows.has_negative_positions:
+    if batch.has_negative_positions:
         return "position_ids are negative"
     scaled = scaled_from(decoder.config)
-    if scaled and scaled <= rows.attended.shape[1] and (rows.is_packed or rows.is_left_padded):
+    if scaled and scaled <= batch.attended.shape[1] and (batch.is_packed or batch.is_left_padded):
         return f"queries are scaled by their place in a row from {scaled} tokens on, padding counted"
-    limit = limit_of(decoder, rows.attended.shape[1], rows.max_position)
+    limit = limit_of(decoder, batch.attended.shape[1], batch.max_position)
     return limit and limit.reason
 
 
-def _why_cache(
-    backbone: PreTrainedModel, decoder: PreTrainedModel, given: Mapping[str, Any], generates: bool
-) -> str | None:
+def _why_cache(call: Upstream, generates: bool) -> str | None:
     """Say why a call needs a cache, as generation does. Training and score heads do not, whatever the configuration."""
+    given, config = call.given, call.decoder.config
     if not torch.is_grad_enabled() and is_generating():
         return GENERATION
     if any(name in CACHE or isinstance(value, Cache) for name, value in given.items()):
         return "a cache is given"
     if given.get("use_cache"):
         return "a cache is wanted (use_cache=True)"
-    is_training = backbone.training and torch.is_grad_enabled()
-    is_tuple = not option("return_dict", decoder.config, given, default=True)  # with the cache as one of its entries
+    is_training = call.backbone.training and torch.is_grad_enabled()
+    is_tuple = not option("return_dict", config, given, default=True)  # with the cache as one of its entries
     is_wanted = is_tuple or (generates and not is_training)
-    if is_wanted and option("use_cache", decoder.config, given):
+    if is_wanted and option("use_cache", config, given):
         return "a cache is wanted; call model.train(), pass use_cache=False, or set model.config.use_cache = False"
     return None
 
@@ -123,8 +124,9 @@ def _why_outputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> str | No
     return None
 
 
-def _why_other_inputs(backbone: PreTrainedModel, decoder: PreTrainedModel, given: Mapping[str, Any]) -> str | None:
+def _why_other_inputs(call: Upstream) -> str | None:
     """Say why a further argument changes what a layer computes; None if none does."""
+    backbone, decoder, given = call.backbone, call.decoder, call.given
     for name in OPTIONS & given.keys():
         return f"{name} is given, which layers hand on to their attention"
     drops_rows = given.get(DROPS_ROWS) and DROPS_ROWS in inspect.signature(decoder.forward).parameters
@@ -152,10 +154,10 @@ def _is_option(value: object) -> bool:
     return value is None or isinstance(value, Number | str | np.generic | torch.dtype | torch.device)
 
 
-def _why_state(backbone: PreTrainedModel, decoder: PreTrainedModel) -> str | None:
-    if getattr(backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
+def _why_state(call: Upstream) -> str | None:
+    if getattr(call.backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
         return "torch.nn.DataParallel runs copies of the model"
-    return take_over(decoder) or why_recorded()
+    return why_recorded()
 
 
 def is_generating() -> bool:

@@ -24,16 +24,17 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import Cache
 
 from radixtrain.errors import UserError
+from radixtrain.hf.guards.code import is_hooked
 from radixtrain.hf.padded.calls import DROPS_ROWS, FOR_THE_LOSS, READ, TYPES, why_unknown
-from radixtrain.hf.padded.places import BoolArray, PaddedRows
-from radixtrain.hf.pictures import OF_PICTURES, bits_of, image_token_of
+from radixtrain.hf.padded.places import BoolArray, PaddedIds
+from radixtrain.hf.pictures import OF_PICTURES, bits_of, gradient_is_read, image_token_of
 from radixtrain.hf.progress import Upstream
 from radixtrain.hf.windows import MaskRequest, answered, request_of
 from radixtrain.tree.arrays import IntArray, lengths_of
-from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.layout import on_device
 from radixtrain.tree.plan import PrefixPlan
 
@@ -44,7 +45,9 @@ BESIDES = {"cache_position", DROPS_ROWS}  # what a call on unique tokens goes wi
 OTHER_MASK = "a mask of other tokens than the last ones before each, and those of its image"
 TOLD_APART = "what stands before the decoder, such as noise, a hook or an adapter, tells equal tokens apart"
 UNSEEN_TOWER = "images whose features did not come from the get_image_features that share_prefixes has put there"
-READS_GRADIENT = "a gradient is read at inputs_embeds, where that of equal tokens is one sum at the first of them"
+READS_GRADIENT = (
+    "a gradient is read at inputs_embeds or before, where that of equal tokens is one sum at the first of them"
+)
 
 
 class NotShared(Exception):
@@ -57,7 +60,7 @@ class Causes:
 
     call: of the backbone. given: the arguments of the decoder, by name.
     per_token: those with an entry for each token, (B, L, ...). requests: masks that wait, by the layers they are for.
-    planes: numbers for each place of the batch, (B, L), int64, by what they are. rows: of the batch.
+    planes: numbers for each place of the batch, (B, L), int64, by what they are. batch: of the ids.
     axes: positions, (A, T), int64; None if they have one axis. windows: what each of the `requests` lets its layers
         see: how many tokens, itself included (0 for all), and whether images attend in both directions.
     """
@@ -67,7 +70,7 @@ class Causes:
     per_token: dict[str, Tensor]
     requests: dict[str, MaskRequest]
     planes: dict[str, IntArray]
-    rows: PaddedRows
+    batch: PaddedIds
     axes: IntArray | None
     windows: dict[str, tuple[int, bool]] = field(default_factory=dict)
 
@@ -79,6 +82,8 @@ class Causes:
             raise NotShared(reason)
         if call.pictures is None and any(name in call.given for name in OF_PICTURES):
             raise NotShared(UNSEEN_TOWER)
+        if torch.is_grad_enabled() and call.backbone is not call.decoder and gradient_is_read(call.backbone):
+            raise NotShared(READS_GRADIENT)
         ids = call.given["input_ids"]
         requests = _requests(given.get("attention_mask"))
         mask = given.get("attention_mask") if not requests else _one_mask(requests)
@@ -99,8 +104,8 @@ class Causes:
             positions = None  # of the columns, by the backbone: as the decoder counts them without any
         if mask is None and len(axes) == 4 and (np.diff(axes[0]) != 1).any():
             raise NotShared("position_ids jump within a row")
-        rows = PaddedRows.of(arrays["ids"], arrays.get("mask"), positions)
-        return cls(call, given, per_token, requests, arrays, rows, np.stack(axes)[:, rows.attended] if axes else None)
+        batch = PaddedIds.of(arrays["ids"], arrays.get("mask"), positions)
+        return cls(call, given, per_token, requests, arrays, batch, np.stack(axes)[:, batch.attended] if axes else None)
 
     @property
     def device(self) -> torch.device:
@@ -118,13 +123,13 @@ class Causes:
     @cached_property
     def codes(self) -> IntArray:
         """Return codes, (T,), int64, equal for tokens with equal causes. Raises NotShared if a cause is not known."""
-        ids, attended = self.rows.input_ids, self.rows.attended
+        ids, attended = self.batch.input_ids, self.batch.attended
         codes = ids.copy()
         if self.call.pictures is not None:
             is_picture = ids == image_token_of(self.call.backbone)
             codes[is_picture] = ids.max() + 1 + self._features(int(is_picture.sum()))
         codes = codes[attended]
-        positions = self.axes if self.axes is not None or self.blocks is None else self.rows.attended_positions
+        positions = self.axes if self.axes is not None or self.blocks is None else self.batch.attended_positions
         for axis in () if positions is None else np.atleast_2d(positions):
             codes = _of_pairs(codes, axis)
         for name in self.planes.keys() & {*PER_TOKEN}:
@@ -146,15 +151,15 @@ class Causes:
         found = [links for layers in self.requests if (links := self._links(layers)).any()]
         if not found:
             return None
-        if self.rows.is_packed:
+        if self.batch.is_packed:
             raise NotShared("a row has several sequences, and its images attend in both directions")
         if any((links != found[0]).any() for links in found):
             raise NotShared("layers in which other tokens attend in both directions")
-        return _numbered(found[0])[self.rows.attended]
+        return _numbered(found[0])[self.batch.attended]
 
     def _links(self, layers: str) -> BoolArray:
         """Return which tokens see the next one, (B, L), by the mask of these layers."""
-        attended = self.rows.attended
+        attended = self.batch.attended
         links: BoolArray = self.planes[f"next {layers}"].astype(bool) & attended
         links[:, :-1] &= attended[:, 1:]
         return links
@@ -165,10 +170,10 @@ class Causes:
             both_ways, is_changed = bool(self._links(layers).any()), request.options.get("use_vmap")
             if both_ways or is_changed:
                 window = self._proved_window(request)
-            elif self.rows.is_packed:  # of its own sequence only
+            elif self.batch.is_packed:  # of its own sequence only
                 window = request.options.get("local_size") or 0
             else:
-                window = request.window(int(lengths_of(self.rows.cu_seqlens).max()))
+                window = request.window(int(lengths_of(self.batch.cu_seqlens).max()))
             self.windows[layers] = window, both_ways
 
     def _proved_window(self, request: MaskRequest) -> int:
@@ -180,10 +185,10 @@ class Causes:
 
     def _is_within(self, request: MaskRequest, window: int) -> bool:
         """Return whether tokens see those before them, in a window, and their block, and no others."""
-        device, (_, length) = self.call.given["input_ids"].device, self.rows.attended.shape
-        numbers = np.full(self.rows.attended.shape, -1)
-        numbers[self.rows.attended] = -1 if self.blocks is None else self.blocks
-        blocks, attended = on_device(numbers, device), on_device(self.rows.attended.astype(np.int64), device).bool()
+        device, (_, length) = self.call.given["input_ids"].device, self.batch.attended.shape
+        numbers = np.full(self.batch.attended.shape, -1)
+        numbers[self.batch.attended] = -1 if self.blocks is None else self.blocks
+        blocks, attended = on_device(numbers, device), on_device(self.batch.attended.astype(np.int64), device).bool()
         places = torch.arange(length, device=device)
         queries, keys = places[:, None], places
         before = (keys <= queries) & (queries - keys < (window or length))
@@ -195,13 +200,13 @@ class Causes:
             wrong |= ((seen != before | own) & is_token & is_token[:, None]).any()
         return not wrong
 
-    def layout_of_blocks(self, plan: PrefixPlan) -> BlockLayout | None:
-        """Return the blocks of the unique tokens."""
+    def block_of_row(self, plan: PrefixPlan) -> IntArray | None:
+        """Return the number of the block of each unique token, (U,), as `TreeLayout.from_plan` takes it."""
         if self.blocks is None:
             return None
         blocks = self.blocks[plan.gather_indices]
         blocks[plan.num_unique_tokens :] = -1
-        return BlockLayout.of(blocks)
+        return blocks
 
     def check_bits(self, plan: PrefixPlan) -> None:
         """Compare what the decoder gets for equal tokens, bit for bit. Waits for the device.
@@ -212,7 +217,7 @@ class Causes:
         copies = np.flatnonzero(first != np.arange(len(first)))
         if self.is_looked_up or not len(copies):
             return
-        flat = np.flatnonzero(self.rows.attended)
+        flat = np.flatnonzero(self.batch.attended)
         pairs = [(x.flatten(0, 1), flat[copies], flat[first[copies]]) for x in self.per_token.values()]
         for level in self.given.get(AT_PLACEHOLDERS, ()):
             at = self.row_at_placeholder
@@ -233,7 +238,7 @@ class Causes:
 
     def of_unique_tokens(self, plan: PrefixPlan) -> dict[str, Any]:
         """Return the arguments of the decoder for the unique tokens, without a mask."""
-        device, flat = self.device, np.flatnonzero(self.rows.attended)[plan.gather_indices]
+        device, flat = self.device, np.flatnonzero(self.batch.attended)[plan.gather_indices]
         index = on_device(flat, device)
         found: dict[str, Any] = {
             name: x.flatten(0, 1).index_select(0, index.to(x.device))[None] for name, x in self.per_token.items()
@@ -259,21 +264,18 @@ class Causes:
 def is_plain(embedding: nn.Module) -> bool:
     """Return whether an embedding gives each id a row of its weight: no adapter, hook or other `forward` is on it."""
     is_own = type(embedding).__module__.startswith(("torch.nn.", "transformers.models."))
-    hooks = (*embedding._forward_hooks.values(), *embedding._forward_pre_hooks.values())
-    are_ours = all(str(hook.__module__).startswith("radixtrain.") for hook in hooks)
-    return is_own and are_ours and "forward" not in vars(embedding)
+    return is_own and not is_hooked(embedding)
 
 
 def with_made_masks(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a decoder with ordinary masks in place of those that wait, for a call unshared."""
-    return {name: _made(value) for name, value in given.items()}
 
+    def made(value: Any) -> Any:
+        request = request_of(value)
+        return value if request is None else request.made()
 
-def _made(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _made(each) for name, each in value.items()}
-    request = request_of(value)
-    return value if request is None else request.made()
+    found: dict[str, Any] = tree_map(made, {**given})
+    return found
 
 
 def _is_empty_cache(value: object) -> bool:

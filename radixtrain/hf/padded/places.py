@@ -42,18 +42,22 @@ class Places:
     def has_padding(self) -> bool:
         return self.num_tokens < self.rows.size
 
+    def are_unwatched(self, rows: Tensor) -> bool:
+        """Return whether a loss of these rows could read padding, and no gradient would show it."""
+        return self.has_padding and torch.is_grad_enabled() and not rows.requires_grad
+
     def with_padding(self, rows: Tensor) -> Tensor:
         """Append to the unique rows, (U, ...), one for padding, if any: the first row reversed, without gradient."""
         if not self.has_padding:
             return rows
         table = torch.cat([rows, rows[:1].detach().flip(-1)])
-        if torch.is_grad_enabled() and not table.requires_grad:
-            table.requires_grad_()  # a frozen model, and perhaps a head after it that reads padding
+        if self.are_unwatched(table):
+            table.requires_grad_()  # states of a layer below the first that is trained, and perhaps a head after them
         return table
 
 
-class PaddedRows(NamedTuple):
-    """The rows of a padded batch on the host.
+class PaddedIds(NamedTuple):
+    """The ids of a padded batch on the host, which of them are attended, and their positions.
 
         input_ids  7 8 9 0    attention_mask  1 1 1 0    unique rows  7 8 5 9    places  0 1 3 4
                    0 7 8 5                    0 1 1 1                                    4 0 1 2
@@ -72,8 +76,8 @@ class PaddedRows(NamedTuple):
     is_packed: bool
 
     @classmethod
-    def of(cls, input_ids: IntArray, attention_mask: IntArray | None, position_ids: IntArray | None) -> PaddedRows:
-        """Return the rows of a batch. All (B, L). attention_mask: None if nothing is hidden."""
+    def of(cls, input_ids: IntArray, attention_mask: IntArray | None, position_ids: IntArray | None) -> PaddedIds:
+        """Read a batch. All (B, L). attention_mask: None if nothing is hidden."""
         attended = np.ones(input_ids.shape, dtype=bool) if attention_mask is None else attention_mask.astype(bool)
         jumps = position_ids is not None and bool((np.diff(position_ids) != 1).any())
         return cls(input_ids, attended, position_ids, is_packed=attention_mask is None and jumps)
@@ -165,9 +169,14 @@ def refuse_reading(num_read: Tensor | int) -> None:
 
 def refuse_counted(places: Tensor, counted: Tensor, loss: Tensor) -> None:
     """Make the backward pass of a loss raise UserError if it counts these of its places. counted: (places,), bool."""
+
+    def check(grad: Tensor) -> None:
+        refuse_batched(grad)
+        refuse_reading(num_read * (grad != 0))
+
     if len(places) and loss.requires_grad:
         num_read = counted[places].sum()
-        loss.register_hook(lambda grad: refuse_reading(num_read * (grad != 0)))
+        loss.register_hook(check)
 
 
 def at_places(values: Tensor, rows: Tensor, padding: Tensor) -> Tensor:

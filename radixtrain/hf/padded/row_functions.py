@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from radixtrain.hf.padded.places import check_gradient_at, check_unread, refuse_counted
+from radixtrain.hf.padded.places import check_gradient_at, refuse_counted
 from radixtrain.loss import logits_cross_entropy, logits_logprobs
 
 if TYPE_CHECKING:
@@ -48,15 +48,16 @@ def _given(names: Sequence[str], others: Others, named: Named) -> dict[str, Any]
     return {**dict(zip(names, others, strict=False)), **named}
 
 
-def _is_last(x: SpreadRows, others: Others, named: Named) -> bool:
-    """Return whether the axis is that of the numbers of a row, and no other option changes the shape."""
-    given = _given(("dim", "?"), others, named)
-    changing = {name for name in given if not name.startswith("_")} - {"dim", "dtype"}
-    return given.get("dim") in (-1, len(x.shape) - 1) and not changing
+def _is_last(x: SpreadRows, dim: object) -> bool:
+    """Return whether the axis is that of the numbers of a row."""
+    return dim in (-1, len(x.shape) - 1)
 
 
 def _log_softmax(x: SpreadRows, func: object, others: Others, named: Named) -> Any:
-    return _by_row(x, func, (), {**named, "dim": -1}) if _is_last(x, others, named) else NotImplemented
+    given = _given(("dim", "?"), others, named)
+    if "?" in given or not _is_last(x, given.get("dim")):
+        return NotImplemented
+    return _by_row(x, func, (), {**given, "dim": -1})
 
 
 def _linear(x: SpreadRows, func: Callable[..., Any], others: Others, named: Named) -> Any:
@@ -123,7 +124,7 @@ def _gather(x: SpreadRows, func: object, others: Others, named: Named) -> Any:
     """Select some numbers of each row, such as the log-probabilities of labels."""
     given = _given(("dim", "index"), others, named)
     index, width = given.get("index"), x.shape[-1]
-    if given.keys() != {"dim", "index"} or given["dim"] not in (-1, len(x.shape) - 1) or not _is_plain(index):
+    if given.keys() != {"dim", "index"} or not _is_last(x, given["dim"]) or not _is_plain(index):
         return NotImplemented
     if index.dtype != torch.int64 or index.ndim != len(x.shape) or index.shape[:-1] != x.place_rows.shape:
         return NotImplemented
@@ -131,11 +132,9 @@ def _gather(x: SpreadRows, func: object, others: Others, named: Named) -> Any:
     if index.device.type == "cpu" and is_outside.any():
         return NotImplemented  # torch's own error; another device has an assertion
     x.mark_read()
-    rows = x.rows.view(*index.shape[:-1], 1).expand(index.shape)
-    found = x.table[rows, index.masked_fill(is_outside, width)]
-    if found.requires_grad:
-        found.register_hook(lambda grad: check_unread(x.padding, grad.reshape(len(x.rows), -1)))
-    return found
+    found = x.table[x.rows[:, None], index.masked_fill(is_outside, width).flatten(0, -2)]
+    check_gradient_at(x.padding, found)
+    return found.view(index.shape)
 
 
 def _cross_entropy(x: SpreadRows, func: object, others: Others, named: Named) -> Any:

@@ -13,24 +13,23 @@ from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import arguments_of, is_cache, text_decoder_of, with_rows
+from radixtrain.hf.backbone import arguments_of, is_cache, text_decoder_of, why_padding_leaks, with_rows
 from radixtrain.hf.guards.batch import Options
 from radixtrain.hf.guards.code import hooks_between_ours
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.guards.rules import why_padding_matters
-from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.padded.calls import (
     is_compiled,
     option,
     separates_packed_sequences,
-    why_rows_are_not_shared,
+    why_batch_is_not_shared,
     why_unshared,
 )
 from radixtrain.hf.padded.causes import Causes, NotShared
 from radixtrain.hf.padded.fused_heads import share_fused_heads
-from radixtrain.hf.padded.places import NO_ROW, PaddedRows, Places
+from radixtrain.hf.padded.places import NO_ROW, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
-from radixtrain.hf.progress import Progress, Upstream
+from radixtrain.hf.progress import Upstream
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
@@ -47,19 +46,16 @@ class PaddedSharing:
 
     generates: whether the model can generate, with a cache.
     separates: whether the model separates the sequences of a packed row; None until such a row comes.
-    left_padding: why rows with padding on the left cannot be shared without position_ids, empty if they can; None until
+    left_padding: why rows with padding on the left cannot be shared, in any case and without position_ids; None until
         such a row comes.
-    leaks: why they cannot be shared with position_ids either; empty if they can.
     leaves_refused: whether a call that would be refused, as for a dropout that draws, runs unshared instead.
     """
 
     options: Options
     generates: bool
-    progress: Progress
     report: SharingReport
     separates: bool | None = None
-    left_padding: str | None = None
-    leaks: str = ""
+    left_padding: tuple[str | None, str | None] | None = None
     leaves_refused: bool = False
 
     def begin(
@@ -69,12 +65,12 @@ class PaddedSharing:
 
         args, kwargs: of the backbone. why_not: a reason that is known of the model.
         """
-        given = arguments_of(backbone, args, kwargs)
-        reason = why_not or why_unshared(backbone, given, self.generates)
-        if reason is not None:
-            self.report.count_unshared(reason)
-            return None
-        return Upstream(backbone, text_decoder_of(backbone), given)
+        call = Upstream(backbone, text_decoder_of(backbone), arguments_of(backbone, args, kwargs))
+        reason = why_not or why_unshared(call, self.generates)
+        if reason is None:
+            return call
+        self.report.count_unshared(reason)
+        return None
 
     def arguments(
         self, model: PreTrainedModel, call: Upstream, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -99,19 +95,19 @@ class PaddedSharing:
         """Return the arguments of the shared call. Raises NotShared if there is none. given: of the decoder."""
         decoder, options = upstream.decoder, self.options
         causes = Causes.read(upstream, given)
-        rows, device = causes.rows, causes.device
-        _refuse(why_rows_are_not_shared(upstream.backbone, upstream.given, rows))
-        if rows.is_left_padded:
-            _refuse(self._why_left_padding_matters(decoder, rows))
-        if rows.is_packed:
+        batch, device = causes.batch, causes.device
+        _refuse(why_batch_is_not_shared(upstream, batch))
+        if batch.is_left_padded:
+            _refuse(self._why_left_padding_matters(decoder, batch.position_ids is not None))
+        if batch.is_packed:
             if self.separates is None:
                 self.separates = separates_packed_sequences(upstream.backbone, upstream.given["input_ids"].device)
             if not self.separates:
                 raise NotShared("a row has several sequences, and this model does not separate them")
         causes.read_windows()
         shortest = {"min_shared_tokens": options.min_shared_tokens}
-        plan = build_prefix_plan(causes.codes, rows.cu_seqlens, rows.attended_positions, **shortest)
-        if rows.attended.size < options.min_ratio * plan.num_rows:
+        plan = build_prefix_plan(causes.codes, batch.cu_seqlens, batch.attended_positions, **shortest)
+        if batch.attended.size < options.min_ratio * plan.num_rows:
             raise NotShared(f"less than min_ratio = {options.min_ratio} to save")
         causes.check_bits(plan)
         shape, allowed = upstream.given["input_ids"].shape, options.allow_dropout
@@ -119,16 +115,15 @@ class PaddedSharing:
         verdict = verdict_of(
             model,
             decoder,
-            progress=self.progress,
             allowed=allowed,
             shape=shape,
             hooks=hooks_between_ours(decoder),
             besides=embedding,  # which the backbone calls
         )
         _refuse(verdict.reason)
-        layout = TreeLayout.from_plan(plan, causes.layout_of_blocks(plan)).to(device, non_blocking=True)
+        layout = TreeLayout.from_plan(plan, causes.block_of_row(plan)).to(device, non_blocking=True)
         may_bind = bool(causes.requests) or window_may_bind(decoder.config, layout.max_seqlen)
-        places = rows.places(plan.inverse_indices, plan.num_rows)
+        places = batch.places(plan.inverse_indices, plan.num_rows)
         call = RadixCall(layout, None, options.attention, options.kernel, may_bind, places=places)
         call.misses_cache = option("use_cache", decoder.config, upstream.given)
         call.pictures, call.forks = upstream.pictures, verdict.forks
@@ -136,13 +131,12 @@ class PaddedSharing:
         arguments = causes.of_unique_tokens(plan)
         return {**arguments, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
-    def _why_left_padding_matters(self, decoder: PreTrainedModel, rows: PaddedRows) -> str | None:
+    def _why_left_padding_matters(self, decoder: PreTrainedModel, has_positions: bool) -> str | None:
         """Say why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""
         if self.left_padding is None:
-            reason = why_padding_matters(decoder)
-            self.left_padding = f"left padding without position_ids, and {reason}" if reason else ""
-            self.leaks = why_padding_leaks(decoder) or ""
-        return self.leaks or (self.left_padding if rows.position_ids is None else "") or None
+            self.left_padding = why_padding_leaks(decoder), why_padding_matters(decoder)
+        leaks, matters = self.left_padding
+        return leaks or (f"left padding without position_ids, and {matters}" if matters and not has_positions else None)
 
     def _count(self, call: RadixCall) -> None:
         """Count a call that runs on unique tokens."""

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from radixtrain.checkpoints.tensors import is_sharded, whole
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.modules import text_layers
+from radixtrain.hf.backbone import parts_of, text_layers
 from radixtrain.hf.quantized import four_bit_layers
 
 logger = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from radixtrain import RadixCollator, position_wise, restore_model, share_prefixes
 from radixtrain.checkpoints.tensors import whole
+from radixtrain.collators.row_split import RowShare
 from radixtrain.errors import UserError
 from radixtrain.hf import sequence_parallel
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall, SplitModel
@@ -329,7 +330,7 @@ def a_sink_not_cut(original: Any, self: SplitCall, heads: Any, window: Any, **sc
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "heads in another order": (RowSplit, "heads_to_rows", lambda original, self, x: original(self, x).flip(1)),
     "rows in another order": (RowSplit, "rows_to_heads", lambda original, self, x: original(self, x).roll(1, 0)),
-    "a row left out": (sequence_parallel, "own_inputs", a_row_left_out),
+    "a row left out": (RowShare, "inputs", a_row_left_out),
     "gradients not sent back": (sequence_parallel._AllToAll, "backward", lambda original, ctx, x: (x, None)),
     "a loss that is not scaled": (RowSplit, "sum", a_loss_that_is_not_scaled),
     "a label counted twice": (SplitModel, "cut", a_label_counted_twice),

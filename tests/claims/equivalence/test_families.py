@@ -29,10 +29,9 @@ from radixtrain import (
     verify_equivalence,
 )
 from radixtrain.errors import UserError, first_line
-from radixtrain.hf.backbone import is_text, parts_of
-from radixtrain.hf.modules import mixers_of
+from radixtrain.hf.backbone import is_text, mixers_of, parts_of
 from radixtrain.tree.radix_inputs import layout_of
-from radixtrain.tree.runs import cheapest_runs
+from radixtrain.tree.runs import tree_runs
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 from radixtrain.verification.report import EquivalenceReport
 from radixtrain.versions import transformers_is_before
@@ -193,8 +192,8 @@ def check_rounding(rungs: Sequence[Any]) -> None:
 
 
 def test_the_batch_has_forks() -> None:
-    calls = cheapest_runs(*layout_of(RadixCollator()(FEATURES)).segments).calls
-    assert sum(num_runs for num_runs, _, keeps, _ in calls if keeps) == 2
+    groups = tree_runs(layout_of(RadixCollator()(FEATURES)), forks=True).groups
+    assert sum(group.num_runs for group in groups if group.is_fork) == 2
 
 
 def refusal_of(model: Any) -> str:

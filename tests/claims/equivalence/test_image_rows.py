@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from radixtrain.hf import pictures
 from radixtrain.hf.padded import causes
 from radixtrain.hf.padded.causes import Causes
-from radixtrain.tree.blocks import BlockLayout
+from radixtrain.tree import layout
 from tests.claims.mistakes import SEEN, plant
 from tests.support import cases
 from tests.support.batches import IMAGE, KINDS, ROWS, Kind, Row, image_batch_of
@@ -135,9 +135,13 @@ OF_IMAGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 OF_BLOCKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "blocks in parts": (causes, "_whole_blocks", lambda real, codes, blocks: np.minimum(blocks, 0)),
-    "images of neighbouring rows are one": (BlockLayout, "of", lambda real, blocks: real(np.minimum(blocks, 0))),
+    "images of neighbouring rows are one": (
+        layout,
+        "reversed_blocks",
+        lambda real, blocks: real(np.minimum(blocks, 0)),
+    ),
     "without the last row": (
-        *(BlockLayout, "of"),
+        *(layout, "reversed_blocks"),
         lambda real, blocks: real(np.where(blocks == np.roll(blocks, -1), blocks, -1)),
     ),
     "in every layer": (causes, "answered", lambda real, call, window, _, device: real(call, window, True, device)),

@@ -15,7 +15,7 @@ from radixtrain import RadixCollator, restore_model, verify_equivalence
 from radixtrain.hf import attention_interface
 from radixtrain.kernels import merge_attention
 from radixtrain.kernels.cpu_loops import TorchCPUKernel
-from radixtrain.kernels.merge_attention import Route, attention_in_pieces
+from radixtrain.kernels.merge_attention import Route, route_forward
 from radixtrain.tree.radix_inputs import with_radix
 from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import ordinary_padded
@@ -135,7 +135,7 @@ def test_top_left_causal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lse_of_the_first(real: Any, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, route: Route) -> Any:
     """The pieces have the log-sum-exp of the first and not of all."""
-    return real(dout, q, k, v, *attention_in_pieces(q, k, v, None, route._replace(pieces=route.pieces[:1])), route)
+    return real(dout, q, k, v, *route_forward(q, k, v, None, route._replace(pieces=route.pieces[:1])), route)
 
 
 def last_copy(real: Any, x: Tensor, indices: Tensor, num_rows: int) -> Tensor:

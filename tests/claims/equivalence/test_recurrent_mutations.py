@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, cat
 
+import radixtrain.hf.attention_interface
 import radixtrain.hf.recurrent
 import radixtrain.tree.layout
 import radixtrain.tree.runs
@@ -18,7 +19,7 @@ from radixtrain import verify_equivalence
 from radixtrain.hf.guards.model import forget_verdicts
 from radixtrain.hf.recurrent import ForkedStates
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.runs import RunCall, RunCost, RunLayout, runs_of_segments
+from radixtrain.tree.runs import RunGroup, RunLayout, runs_of_segments
 from radixtrain.verification.report import EquivalenceReport
 from tests.claims.mistakes import assert_caught, plant
 from tests.support.models import NEEDS_FORKS, tiny_model
@@ -46,29 +47,31 @@ def table(min_saved: int = 2) -> RunLayout:
     """A fork at every branch; with 4, only below the longer prompt, and the rows of its branches are computed twice."""
     ids = np.concatenate(SEQUENCES)
     plan = build_prefix_plan(ids, np.cumsum([0, *map(len, SEQUENCES)]))
-    return runs_of_segments(plan.segment_starts, plan.segment_parents, min_saved, RunCost(call=0.0, state=0.0))
+    return runs_of_segments(plan.segment_starts, plan.segment_parents, min_saved, group_cost=0.0)
 
 
 def verdict(model: Any, table_of: Table) -> EquivalenceReport:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(radixtrain.hf.recurrent, "cheapest_runs", lambda *_: table_of())
+        real = radixtrain.hf.attention_interface.tree_runs
+        made = lambda layout, forks: table_of() if forks else real(layout, forks)  # noqa: E731
+        patch.setattr(radixtrain.hf.attention_interface, "tree_runs", made)
         return verify_equivalence(model, FEATURES)
 
 
-def with_rows(right: RunLayout, calls: Sequence[RunCall], rows: Any) -> RunLayout:
-    """Other calls and rows; each row has its output from the first run that contains it."""
+def with_rows(right: RunLayout, groups: Sequence[RunGroup], rows: Any) -> RunLayout:
+    """Other groups and rows; each row has its output from the first run that contains it."""
     return replace(
         right,
-        calls=tuple(calls),
+        groups=tuple(groups),
         rows=torch.tensor(rows),
-        places=torch.from_numpy(np.unique(rows, return_index=True)[1]),
+        outputs=torch.from_numpy(np.unique(rows, return_index=True)[1]),
     )
 
 
 def test_the_runs_that_are_mutated() -> None:
-    """Prompts of two lengths, then both branches in one call, from one state."""
+    """Prompts of two lengths, then both branches in one group, from one state."""
     for min_saved, kept in ((2, [(1, 2), (1, 4), (2, 3)]), (4, [(1, 4)])):
-        assert [(call.num_runs, call.length) for call in table(min_saved).calls if call.keeps] == kept
+        assert [(group.num_runs, group.length) for group in table(min_saved).groups if group.is_fork] == kept
 
 
 @UNTRIED
@@ -81,30 +84,28 @@ def test_without_a_mutation(model: Any, min_saved: int) -> None:
 def a_fork_from_the_wrong_parent() -> RunLayout:
     """The leaves of one branch start from the other."""
     right = table()
-    source_of = [source for call in right.calls for source, number in call.sources for _ in range(number)]
-    swapped = [
-        1 - parent if source == 2 else parent for source, parent in zip(source_of, right.parents.tolist(), strict=True)
-    ]
-    return replace(right, parents=torch.tensor(swapped))
+    assert right.groups[-1].sources == (0, 2), "the states of a leaf are that of the shorter prompt, and two branches'"
+    return replace(right, parents=torch.where(right.parents > 0, 3 - right.parents, 0))
 
 
 def a_state_kept_after_the_wrong_row() -> RunLayout:
     """Every leaf computes the last row of its fork again, which is in the state that it starts from."""
     right = table()
     runs, parents = iter(runs_in(right)), iter(right.parents.tolist())
-    calls: list[RunCall] = []
+    groups: list[RunGroup] = []
     rows: list[int] = []
     last_rows: list[list[int]] = []
-    for call in right.calls:
-        own = [next(runs) for _ in range(call.num_runs)]
+    for group in right.groups:
+        own = [next(runs) for _ in range(group.num_runs)]
         last_rows.append([run[-1] for run in own])
-        above = [last_rows[source][next(parents)] for source, number in call.sources for _ in range(number)]
-        if above and not call.keeps:
-            own = [[last, *run] for last, run in zip(above, own, strict=True)]
-            call = call._replace(length=call.length + 1)
-        calls.append(call)
+        above = [row for source in group.sources for row in last_rows[source]]
+        parents_of_own = [next(parents) for _ in own if above]
+        if above and not group.is_fork:
+            own = [[above[parent], *run] for parent, run in zip(parents_of_own, own, strict=True)]
+            group = group._replace(length=group.length + 1)
+        groups.append(group)
         rows += [row for run in own for row in run]
-    return with_rows(right, calls, rows)
+    return with_rows(right, groups, rows)
 
 
 def rows_after_a_fork_left_out() -> RunLayout:
@@ -116,19 +117,19 @@ def rows_after_a_fork_left_out() -> RunLayout:
         own = [row for row in dict.fromkeys(run) if row not in seen]
         seen.update(own)
         rows += [*own, *own[-1:] * (len(run) - len(own))]
-    return with_rows(right, right.calls, rows)
+    return with_rows(right, right.groups, rows)
 
 
 def all_rows_as_one_sequence() -> RunLayout:
     """As a recurrent layer reads a packed batch: every branch after the ones before it."""
-    rows = torch.arange(len(table().places))
-    return RunLayout(calls=(RunCall(1, len(rows), 0, ()),), rows=rows, places=rows, parents=rows[:0])
+    rows = torch.arange(len(table().outputs))
+    return RunLayout(groups=(RunGroup(1, len(rows), False, ()),), rows=rows, outputs=rows, parents=rows[:0])
 
 
 def segments_from_nothing() -> RunLayout:
     """No run continues another."""
     right = table()
-    return replace(right, calls=tuple(call._replace(sources=()) for call in right.calls), parents=right.parents[:0])
+    return replace(right, groups=tuple(group._replace(sources=()) for group in right.groups), parents=right.parents[:0])
 
 
 @UNTRIED
@@ -149,7 +150,7 @@ def test_mutated_runs(model: Any, mutated: Table) -> None:
 
 @UNTRIED
 def test_a_final_state_read_through_padding(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forks of one level in one call, whatever their lengths."""
+    """Forks of one level in one group, whatever their lengths."""
 
     def by_level(real: Any, runs: Sequence[Any]) -> Iterator[list[int]]:
         forks = sorted((run.level, number) for number, run in enumerate(runs) if run.is_fork)
@@ -157,7 +158,7 @@ def test_a_final_state_read_through_padding(model: Any, monkeypatch: pytest.Monk
             yield [number for _, number in group]
 
     plant(monkeypatch, radixtrain.tree.runs, "_fork_groups", by_level)
-    assert [(call.num_runs, call.length) for call in table().calls if call.keeps] == [(2, 4), (2, 3)]
+    assert [(group.num_runs, group.length) for group in table().groups if group.is_fork] == [(2, 4), (2, 3)]
     assert_caught(verdict(model, table))
 
 
@@ -168,7 +169,7 @@ def forget_the_left_context(real: Any, self: ForkedStates, *args: Any, **options
 
 
 def miss_one_child(kind: str) -> Callable[..., Any]:
-    """Each state has its gradient from all of its children but the first of a call."""
+    """Each state has its gradient from all of its children but the first of a group."""
 
     def mistake(real: Any, *args: Any) -> Any:
         return {key: cat([x[:1].detach(), x[1:]]) if key[0] == kind else x for key, x in real(*args).items()}
@@ -207,6 +208,6 @@ def test_mutated_states_are_not_even_used(
 
 def runs_in(given: RunLayout) -> Iterator[list[int]]:
     rows = iter(given.rows.tolist())
-    for call in given.calls:
-        for _ in range(call.num_runs):
-            yield [next(rows) for _ in range(call.length)]
+    for group in given.groups:
+        for _ in range(group.num_runs):
+            yield [next(rows) for _ in range(group.length)]

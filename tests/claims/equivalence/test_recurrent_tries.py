@@ -17,9 +17,9 @@ from torch import Tensor
 
 from radixtrain import RadixCollator, restore_model
 from radixtrain.testing import labelled_features
-from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import layout_of
-from radixtrain.tree.runs import RunCost, RunLayout, cheapest_runs, runs_of_segments
+from radixtrain.tree.runs import GROUP_COST, MIN_SAVED, RunLayout, runs_of_segments, tree_runs
 from radixtrain.verification.oracle import Features, float64_truth, radix_batch
 from radixtrain.verification.report import Rung
 from tests.claims.equivalence.ways import set_checkpointing
@@ -47,36 +47,34 @@ ONE_OF_EACH = cases(MIXERS, ["gated delta rule", "Mamba 2", "short convolution"]
 class Forks:
     """How the runs of a batch are chosen.
 
-    min_saved: as for `runs_of_segments`; 0 takes the default cost.
-    call: what a call costs, in rows, by which leaves share calls.
+    min_saved, group_cost: as for `runs_of_segments`.
     """
 
     min_saved: int | None
-    call: float = 0.0
+    group_cost: float = 0.0
 
     def terms(self, model: Any, batch: Mapping[str, Any]) -> Iterator[Tensor]:
         """The loss of a batch whose recurrent layers have these runs."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("radixtrain.hf.recurrent.cheapest_runs", self.table)
+            made = lambda layout, forks: self.table(layout) if forks else tree_runs(layout, forks)  # noqa: E731
+            patch.setattr("radixtrain.hf.attention_interface.tree_runs", made)
             yield from radix_batch(model, batch)
 
-    def table(self, starts: IntArray, parents: IntArray) -> RunLayout:
-        if self.min_saved == 0:
-            return cheapest_runs(starts, parents)
-        return runs_of_segments(starts, parents, self.min_saved, RunCost(call=self.call, state=0.0))
+    def table(self, layout: TreeLayout) -> RunLayout:
+        return runs_of_segments(*layout.segments, self.min_saved, group_cost=self.group_cost)
 
     def num_forks(self, batch: Mapping[str, Any]) -> int:
-        return self.table(*layout_of(batch).segments).num_forks
+        return sum(group.num_runs for group in self.table(layout_of(batch)).groups if group.is_fork)
 
 
 EVERY_BRANCH = Forks(2)
 CHOICES = {
     "a fork at every branch": EVERY_BRANCH,
-    "a fork at every branch, leaves in one call": Forks(2, call=1000.0),
-    "forks that save six rows": Forks(6, call=10.0),  # rows of other branches are computed again
+    "a fork at every branch, leaves in one group": Forks(2, group_cost=1000.0),
+    "forks that save six rows": Forks(6, group_cost=10.0),  # rows of other branches are computed again
     "forks that save ten rows": Forks(10),
     "no fork": Forks(None),
-    "the default cost": Forks(0),
+    "the defaults": Forks(MIN_SAVED, GROUP_COST),
 }
 TRUNK = [1, 2, 3, 1, 1, 2, 0, 3, 2, 1, 3, 0, 0, 1]
 CASES = {

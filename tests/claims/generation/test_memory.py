@@ -1,10 +1,11 @@
 """Shared prompts are stored once: bytes of keys and values beside those of transformers' `DynamicCache`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from radixtrain import RadixCache, generate
 from radixtrain.generation.prompt_cache import SPARE, PromptCache
@@ -22,23 +23,14 @@ def prompts_of(number: int) -> list[list[int]]:
 
 def storages(*things: Any) -> dict[int, int]:
     """Bytes of the memory that tensors in these things hold, by its address."""
-    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_in(things)}
-
-
-def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    if isinstance(thing, torch.Tensor):
-        yield thing
-    elif isinstance(thing, dict):
-        yield from tensors_in(list(thing.values()))
-    elif isinstance(thing, list | tuple):
-        for each in thing:
-            yield from tensors_in(each)
+    held = [x.untyped_storage() for x in tree_leaves(things) if isinstance(x, torch.Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in held}
 
 
 def held_by(cache: PromptCache) -> dict[int, int]:
     """What a call holds: each row's own keys, shared ones, and what is left of the prompts where they were computed."""
     prompts = [node.rows.layers for path in cache._paths for node in path]
-    return storages([[layer.keys, layer.values] for layer in cache.layers], *cache._shared, prompts)
+    return storages(cache.own, [[each.keys, each.values] for layer in cache._shared for each in layer], prompts)
 
 
 def held(model: Any, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], **options: Any) -> dict[int, int]:

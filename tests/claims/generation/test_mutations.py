@@ -4,7 +4,7 @@ One scenario, in float64: nested prompts on one cache, a second call that splits
 prompts are answers, continued. Without a mistake every logit is that of `model.generate` within 1e-12.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from radixtrain import RadixCache
-from radixtrain.attention import continued_attention, decoding_attention
-from radixtrain.generation import prefill
+from radixtrain.generation import prefill, prompt_cache
 from radixtrain.generation.cache import Node
-from radixtrain.generation.prefill import KeyValues, LayerRows, PromptCall, readers_of
+from radixtrain.generation.prefill import KeyValues, PromptCall
 from radixtrain.generation.prompt_cache import PromptCache, Tails
 from radixtrain.verification.oracle import float64_throughout
 from tests.support import cases
@@ -37,6 +36,7 @@ FIRST = [
 ]
 SECOND = [[7, 8, 9, 10, 11, 3], [7, 8, 2], [30, 31, 33, 34], [7, 8, 9, 6, 6, 6, 1, 1], [7, 8, 9, 10, 11, 12, 1, 2, 9]]
 Patch = pytest.MonkeyPatch
+Mutation = Callable[[Patch], object]
 
 
 def worst(name: str) -> float:
@@ -74,31 +74,38 @@ def test_without_a_mutation(name: str) -> None:
     assert worst(name) <= BAR
 
 
-def change_attention(patch: Patch, change: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """change: of arguments and options of every call; returns other arguments, or None."""
-    places = {
-        "radixtrain.generation.prompt_cache.decoding_attention": decoding_attention,
-        "radixtrain.generation.prefill.continued_attention": continued_attention,
-    }
-    for place, function in places.items():
+def instead(owner: Any, name: str, wrong: Callable[..., Any]) -> Mutation:
+    """Plant a function that is called with the right one, and its arguments."""
+    right = getattr(owner, name)
 
-        def wrong(*arguments: Any, function: Any = function, **options: Any) -> Tensor:
-            changed = change(arguments, options)
-            return function(*(arguments if changed is None else changed), **options)  # type: ignore[no-any-return]
+    def replaced(*arguments: Any, **options: Any) -> Any:
+        return wrong(right, *arguments, **options)
 
-        patch.setattr(place, wrong)
+    return lambda patch: patch.setattr(owner, name, replaced)
 
 
-def change_shared(change: Callable[[Sequence[Any]], Sequence[Any]], of_prompts: bool) -> Callable[[Patch], None]:
-    """change: of what is shared, in calls of prompts or of decoding."""
+def in_attention(change: Callable[[dict[str, Any]], None]) -> Mutation:
+    """change: of the options of attention, to prompts and to what follows them."""
 
-    def changed(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if ("depths" in options) is not of_prompts:
-            return None
-        place = 4 if of_prompts else 3
-        return (*arguments[:place], change(arguments[place]), *arguments[place + 1 :])
+    def wrong(right: Any, *arguments: Any, **options: Any) -> Any:
+        change(options)
+        return right(*arguments, **options)
 
-    return lambda patch: change_attention(patch, changed)
+    mutations = [
+        instead(module, name, wrong)
+        for module, name in ((prefill, "continued_attention"), (prompt_cache, "decoding_attention"))
+    ]
+    return lambda patch: [mutate(patch) for mutate in mutations]
+
+
+def in_shared(change: Callable[[Sequence[Any]], Sequence[Any]], of_prompts: bool) -> Mutation:
+    """change: of what is shared, in calls of prompts or of decoding, whose last argument it is."""
+
+    def wrong(right: Any, *arguments: Any, **options: Any) -> Any:
+        return right(*arguments[:-1], change(arguments[-1]), **options)
+
+    place = (prefill, "continued_attention") if of_prompts else (prompt_cache, "decoding_attention")
+    return instead(*place, wrong)
 
 
 def mix_up_two_readers(shared: Sequence[Any]) -> Sequence[Any]:
@@ -109,140 +116,95 @@ def mix_up_two_readers(shared: Sequence[Any]) -> Sequence[Any]:
     return [replace(first, readers=second.readers), replace(second, readers=first.readers), *others]
 
 
-def change_masks(patch: Patch, change: Callable[[Tensor], None]) -> None:
-    mask_of = PromptCache._mask
-
-    def wrong(self: PromptCache, window: int | None) -> Tensor:
-        mask = mask_of(self, window).clone()
-        change(mask)
-        return mask
-
-    patch.setattr(PromptCache, "_mask", wrong)
-
-
-def show_a_hidden_key(mask: Tensor) -> None:
+def show_a_hidden_key(right: Any, *arguments: Any) -> Tensor:
+    mask: Tensor = right(*arguments).clone()
     hidden = (mask == -torch.inf).nonzero()
     if len(hidden):
         mask[tuple(hidden[-1])] = 0
+    return mask
 
 
-def hide_a_key(mask: Tensor) -> None:
+def hide_a_key(right: Any, *arguments: Any) -> Tensor:
+    mask: Tensor = right(*arguments).clone()
     mask[..., -2:-1] = -torch.inf
+    return mask
 
 
-def split_at_the_wrong_end(patch: Patch) -> None:
+def split_at_the_wrong_end(right: Any, node: Node, length: int) -> Node:
     """The upper node gets the last rows instead of the first ones."""
-    split = Node.split
-
-    def wrong(self: Node, length: int) -> Node:
-        self.rows = KeyValues([LayerRows(*(x.roll(length, 0) for x in layer)) for layer in self.rows.layers])
-        return split(self, length)
-
-    patch.setattr(Node, "split", wrong)
+    node.rows = KeyValues([layer.roll(length, 1) for layer in node.rows.layers])
+    return right(node, length)  # type: ignore[no-any-return]
 
 
-def count_prompts_from_the_stored_end(patch: Patch) -> None:
+def count_prompts_from_the_stored_end(right: Any, call: PromptCall, *arguments: Any) -> None:
     """Positions of a prompt begin at 0 after what is stored."""
-    begin = PromptCall.__init__
-
-    def wrong(self: PromptCall, *arguments: Any) -> None:
-        begin(self, *arguments)
-        self.depths = (self.depths - max(self.num_stored)).clamp(min=0)
-
-    patch.setattr(PromptCall, "__init__", wrong)
+    right(call, *arguments)
+    call.depths = (call.depths - max(call.num_stored)).clamp(min=0)
 
 
-def move_new_tokens(patch: Patch) -> None:
-    begin = PromptCache.begin
-
-    def wrong(self: PromptCache, *arguments: Any) -> Any:
-        call = begin(self, *arguments)
-        call.depths = call.depths + 1
-        return call
-
-    patch.setattr(PromptCache, "begin", wrong)
+def move_new_tokens(right: Any, *arguments: Any) -> Any:
+    call = right(*arguments)
+    call.depths = call.depths + 1
+    return call
 
 
-def forget_to_reorder(patch: Patch) -> None:
-    patch.setattr(PromptCache, "reorder_cache", lambda self, indices: None)
+def of_the_row_after(right: Any, paths: Iterable[Sequence[Node]]) -> Any:
+    first, *others = paths
+    return right([*others, first])
 
 
-def mix_owners(patch: Patch) -> None:
-    """Rows that continue one node are told to continue another."""
-    patch.setattr(prefill, "readers_of", lambda nodes, owners: readers_of(nodes, (owners + 1) % len(nodes)))
+def window_off_by(by: int) -> Mutation:
+    def wrong(right: Any, cache: PromptCache, window: int | None) -> Any:
+        if window is None:
+            return right(cache, window)
+        cache._tails[window + by] = cache._tails[window]
+        return right(cache, window + by)
+
+    return instead(PromptCache, "_mask", wrong)
 
 
-def window_off_by(by: int) -> Callable[[Patch], None]:
-    opened = PromptCache._mask
-
-    def wrong(self: PromptCache, window: int | None) -> Tensor:
-        if window is not None:
-            self._tails[window + by] = self._tails[window]
-            window += by
-        return opened(self, window)
-
-    return lambda patch: patch.setattr(PromptCache, "_mask", wrong)
+def copy_too_short_windows(right: Any, tails: Any, device: Any, longest: int | None) -> Tails:
+    return right(tails, device, longest and longest - 1)  # type: ignore[no-any-return]
 
 
-def copy_too_short_windows(patch: Patch) -> None:
-    of = Tails.of
-
-    def wrong(tails: Any, device: Any, longest: int | None) -> Tails:
-        return of(tails, device, None if longest is None else longest - 1)
-
-    patch.setattr(Tails, "of", wrong)
+def shorten_the_window(options: dict[str, Any]) -> None:
+    if options.get("window") is not None:
+        options["window"] -= 1
 
 
-def window_of_prompts_off_by(by: int) -> Callable[[Patch], None]:
-    def change(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if options.get("window") is not None:
-            options["window"] += by
-
-    return lambda patch: change_attention(patch, change)
-
-
-def forget_sinks(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+def forget_sinks(options: dict[str, Any]) -> None:
     options["sinks"] = None
 
 
-def shift_readers(patch: Patch) -> None:
-    """Each row reads what the one before it reads."""
-    share = PromptCache._share
-
-    def wrong(self: PromptCache, num_answers: int) -> None:
-        share(self, num_answers)
-        own = self._paths, self._lengths
-        self._paths = [*self._paths[-1:], *self._paths[:-1]]
-        share(self, 1)
-        self._paths, self._lengths = own
-
-    patch.setattr(PromptCache, "_share", wrong)
-
-
-MUTATIONS: dict[str, tuple[str, Callable[[Patch], None]]] = {
-    "a shared run is left out": ("Qwen3", change_shared(lambda shared: shared[1:], False)),
-    "a shared run is counted twice": ("Qwen3", change_shared(lambda shared: [*shared, *shared[:1]], False)),
-    "a shared run of prompts is left out": ("Qwen3", change_shared(lambda shared: shared[1:], True)),
-    "a shared run of prompts is counted twice": ("Qwen3", change_shared(lambda shared: [*shared, *shared[:1]], True)),
-    "two readers are mixed up": ("Qwen3", change_shared(mix_up_two_readers, False)),
-    "owners of rows are mixed up": ("Qwen3", mix_owners),
-    "a mask shows a hidden key": ("Qwen3", lambda patch: change_masks(patch, show_a_hidden_key)),
-    "a mask hides a key": ("Qwen3", lambda patch: change_masks(patch, hide_a_key)),
-    "a new token gets the position after its own": ("Qwen3", move_new_tokens),
-    "positions of a prompt begin after what is stored": ("Qwen3", count_prompts_from_the_stored_end),
-    "a split is at the wrong end": ("Qwen3", split_at_the_wrong_end),
-    "beams are not reordered": ("Qwen3", forget_to_reorder),
-    "readers see another row": ("Qwen3", shift_readers),
-    "a window is one shorter": ("Mistral", window_off_by(-1)),
-    "a window is one longer": ("Mistral", window_off_by(1)),
-    "a window of prompts is one shorter": ("Mistral", window_of_prompts_off_by(-1)),
-    "copied windows are too short": ("Mistral", copy_too_short_windows),
-    "sinks are forgotten": ("gpt-oss", lambda patch: change_attention(patch, forget_sinks)),
+QWEN3: dict[str, Mutation] = {
+    "a shared run is left out": in_shared(lambda shared: shared[1:], False),
+    "a shared run is counted twice": in_shared(lambda shared: [*shared, *shared[:1]], False),
+    "a shared run of prompts is left out": in_shared(lambda shared: shared[1:], True),
+    "a shared run of prompts is counted twice": in_shared(lambda shared: [*shared, *shared[:1]], True),
+    "two readers are mixed up": in_shared(mix_up_two_readers, False),
+    "owners of rows are mixed up": instead(prefill, "readers_of", of_the_row_after),
+    "a mask shows a hidden key": instead(PromptCache, "_mask", show_a_hidden_key),
+    "a mask hides a key": instead(PromptCache, "_mask", hide_a_key),
+    "a new token gets the position after its own": instead(PromptCache, "begin", move_new_tokens),
+    "positions of a prompt begin after what is stored": instead(
+        PromptCall, "__init__", count_prompts_from_the_stored_end
+    ),
+    "a split is at the wrong end": instead(Node, "split", split_at_the_wrong_end),
+    "beams are not reordered": instead(PromptCache, "reorder_cache", lambda *_: None),
+    "readers see another row": instead(prompt_cache, "readers_of", of_the_row_after),
 }
+MISTRAL: dict[str, Mutation] = {
+    "a window is one shorter": window_off_by(-1),
+    "a window is one longer": window_off_by(1),
+    "a window of prompts is one shorter": in_attention(shorten_the_window),
+    "copied windows are too short": instead(Tails, "of", copy_too_short_windows),
+}
+GPT_OSS: dict[str, Mutation] = {"sinks are forgotten": in_attention(forget_sinks)}
+MUTATIONS = QWEN3 | MISTRAL | GPT_OSS
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mutation(mutation: str, monkeypatch: Patch) -> None:
-    name, mutate = MUTATIONS[mutation]
-    mutate(monkeypatch)
+    name = "Qwen3" if mutation in QWEN3 else "Mistral" if mutation in MISTRAL else "gpt-oss"
+    MUTATIONS[mutation](monkeypatch)
     assert not is_faithful(name)

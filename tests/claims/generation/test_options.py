@@ -144,7 +144,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
             rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
             max_position_embeddings=8,
         ),
-        "Qwen3Model has dynamic rotary embeddings",
+        "Qwen3ForCausalLM has dynamic rotary embeddings",
     ),
     "a table of positions": (lambda: tiny_model("GPT2LMHeadModel", n_positions=10), "has a table of 10 positions"),
 }

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.errors import UserError
+from radixtrain.hf.padded.calls import LEARNS_NOTHING
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 from tests.support.batches import PaddedBatch, pad
 from tests.support.models import tiny_hybrid, tiny_qwen3
@@ -162,11 +164,61 @@ def test_a_gradient_at_hidden_states_that_is_asked_for_after_the_head(batch: Pad
         ASKS[asks](output, loss)
 
 
-def test_a_probe_on_a_frozen_model() -> None:
-    """In eval() a loss that reads padding could not be noticed without a gradient that nobody asked for."""
+def with_adapters(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, target_modules="all-linear"))
+
+
+def merged(model: Any) -> Any:
+    (model := with_adapters(model)).merge_adapter()
+    return model
+
+
+def without_adapters(model: Any) -> Any:
+    (model := with_adapters(model)).base_model.disable_adapter_layers()
+    return model
+
+
+def beside_the_model(model: Any) -> Any:
+    model.requires_grad_(False).further = torch.nn.Linear(2, 2)
+    return model
+
+
+LEARN_NOTHING: dict[str, Callable[[Any], Any]] = {
+    "frozen": lambda model: model.requires_grad_(False),
+    "merged adapters": merged,
+    "disabled adapters": without_adapters,
+    "a module that is not called": beside_the_model,
+}
+
+
+@pytest.mark.parametrize("kind", ["padded", "without padding", "collated"])
+@pytest.mark.parametrize("name", LEARN_NOTHING)
+@pytest.mark.filterwarnings("ignore:.*merge")
+def test_a_model_that_learns_nothing(name: str, kind: str) -> None:
+    """Training it is torch's own error, as without sharing."""
+    ids = torch.tensor([[7, 8, 9, 1], [7, 8, 9, 0 if kind == "padded" else 3]])
+    features = [{"input_ids": row[row != 0].tolist()} for row in ids]
+    inputs: Any = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+    losses = []
+    for share in (lambda model: model, share_prefixes):
+        torch.manual_seed(0)
+        model = share(LEARN_NOTHING[name](tiny_qwen3().train()))
+        if kind == "collated" and share is share_prefixes:
+            inputs = RadixCollator(loss_on_all=True)(features)
+        losses.append(model(**inputs).loss)
+        assert not losses[-1].requires_grad
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    assert list(sharing_report(model).not_shared) == ([LEARNS_NOTHING] if kind == "padded" else [])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_probe_on_a_frozen_model(training: bool) -> None:
+    """A loss that reads padding could not be noticed without a gradient that nobody asked for."""
     ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 0, 0, 0]])
     padded = {"input_ids": ids, "attention_mask": (ids != 0).long(), "use_cache": False}
-    ordinary, shared = (tiny_qwen3().eval().requires_grad_(False) for _ in range(2))
+    ordinary, shared = (tiny_qwen3().train(training).requires_grad_(False) for _ in range(2))
     share_prefixes(shared)
     expected, found = (model.model(**padded).last_hidden_state for model in (ordinary, shared))
     assert torch.equal(expected, found) and not sharing_report(shared).num_shared

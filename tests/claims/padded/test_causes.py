@@ -261,6 +261,22 @@ def test_a_gradient_read_where_ids_are_embedded(inputs: dict[str, Tensor], reade
         logits.sum().backward()
 
 
+@pytest.mark.parametrize("part", ["multi_modal_projector", "language_model.embed_tokens"])
+def test_a_backward_hook_before_the_decoder(part: str) -> None:
+    """It gets the gradients of the untouched model."""
+    found = []
+    for share in (lambda model: model, shared):
+        torch.manual_seed(0)
+        model, seen = LLAVA.build().train().double(), list[Tensor]()
+        module = model.model.get_submodule(part)
+        module.register_full_backward_hook(lambda module, inner, outer, seen=seen: seen.append(outer[0]))
+        inputs, kept = image_batch_of(LLAVA, TWICE)
+        share(model)(**inputs, use_cache=False).logits[kept].log_softmax(-1)[:, ::3].mean().backward()
+        found.append(seen)
+    assert len(found[0]) == len(found[1]) and list(sharing_report(model).not_shared) == [READS_GRADIENT]
+    assert all(map(torch.equal, *found))
+
+
 def test_a_gradient_asked_of_autograd_where_ids_are_embedded() -> None:
     model, embedded = LLAVA.build().train(), list[Tensor]()
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: embedded.append(output))
@@ -280,7 +296,7 @@ def test_an_image_that_is_longer_than_its_window() -> None:
 
 
 def equal_embeddings_are_one(real: Any, self: Causes) -> Any:
-    codes, ids = real(self), self.rows.input_ids[self.rows.attended]
+    codes, ids = real(self), self.batch.input_ids[self.batch.attended]
     return np.where(ids == 9, codes[ids == 8][0], codes)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from radixtrain.hf import hooks
 from radixtrain.hf.padded import calls, causes, sharing, spread_rows
-from radixtrain.hf.padded.places import PaddedRows, Places
+from radixtrain.hf.padded.places import PaddedIds, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from tests.claims.mistakes import SEEN, forgotten_prompt, plant, plant_ends, returning, sibling_leak
 from tests.support import cases
@@ -70,7 +70,7 @@ def test_without_a_mutation(name: str, positions: str | None, router: bool) -> N
 # Mistakes. Each changes what the real function returns.
 
 
-def on_the_left(real: Any, self: PaddedRows, row_of_token: Any, num_rows: int) -> Places:
+def on_the_left(real: Any, self: PaddedIds, row_of_token: Any, num_rows: int) -> Places:
     """As if padding stood on the right only."""
     found, wrong = real(self, row_of_token, num_rows), np.full(self.attended.shape, num_rows)
     for row, attended in enumerate(self.attended):
@@ -78,7 +78,7 @@ def on_the_left(real: Any, self: PaddedRows, row_of_token: Any, num_rows: int) -
     return replace(found, rows=wrong)
 
 
-def by_column(real: Any, self: PaddedRows, row_of_token: Any, num_rows: int) -> Places:
+def by_column(real: Any, self: PaddedIds, row_of_token: Any, num_rows: int) -> Places:
     """A token of one branch stands for the one in its column, whatever came before."""
     found = real(self, row_of_token, num_rows)
     same = self.input_ids[1:] == self.input_ids[:1]
@@ -98,7 +98,7 @@ def rows_of_the_batch_before() -> Callable[..., SpreadRows]:
     return stale
 
 
-def columns(real: Any, self: PaddedRows) -> Any:
+def columns(real: Any, self: PaddedIds) -> Any:
     """Rotary embeddings see only distances, so it is sharing that shows it; learned positions give other numbers."""
     return np.broadcast_to(np.arange(self.attended.shape[1]), self.attended.shape)[self.attended]
 
@@ -116,21 +116,21 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any], list[tuple[str, str | No
         lambda real, self, x: torch.cat([x, torch.full_like(x[:1], float("nan"))]),
         [ROTARY],
     ),
-    "rows that all start in the first column": (PaddedRows, "places", on_the_left, [ROTARY]),
+    "rows that all start in the first column": (PaddedIds, "places", on_the_left, [ROTARY]),
     "a head with the rows of the batch before": (SpreadRows, "of", rows_of_the_batch_before(), [ROTARY]),
     "positions that count padding": (
-        *(PaddedRows, "attended_positions", columns),
+        *(PaddedIds, "attended_positions", columns),
         [ROTARY, ("Qwen3", "mask"), ("GPT-2", "mask"), ("GPT-2", "offset")],
     ),
     "positions that are given and not used": (
-        *(PaddedRows, "attended_positions", returning(None)),
+        *(PaddedIds, "attended_positions", returning(None)),
         [("GPT-2", "offset"), ("Qwen3", "jumps")],
     ),
     # Left padding without position_ids counts from the padding in Hugging Face, and is not shared in GPT-2.
     "learned positions that do not count padding": (sharing, "why_padding_matters", returning(None), [LEARNED]),
-    "tokens that are shared by place": (PaddedRows, "places", by_column, [("Qwen3", "jumps")]),
+    "tokens that are shared by place": (PaddedIds, "places", by_column, [("Qwen3", "jumps")]),
     "packed sequences that see each other": (
-        *(PaddedRows, "cu_seqlens"),
+        *(PaddedIds, "cu_seqlens"),
         lambda real, self: np.array([0, self.attended.sum()]),
         [ROTARY],
     ),

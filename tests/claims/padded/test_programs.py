@@ -135,12 +135,13 @@ def test_a_gradient_of_a_gradient_is_refused(loss_of):
         torch.autograd.grad(loss_of(model), list(model.parameters()), create_graph=True, allow_unused=True)
 
 
-@pytest.mark.parametrize("has_padding", [False, True])
-def test_several_gradients_at_once_are_refused(has_padding):
+@pytest.mark.parametrize(("has_padding", "name"), [(False, "a sum"), (True, "a sum"), (True, "the model's loss")])
+def test_several_gradients_at_once_are_refused(has_padding, name):
     """One for each row, say: torch maps over them, and nothing in them can be looked at."""
     model = share_prefixes(tiny_qwen3(), min_ratio=0.0)
     mask = MASK if has_padding else torch.ones_like(MASK)
-    losses = model(input_ids=IDS, attention_mask=mask, use_cache=False).logits[:, 0].square().sum(-1)
+    output = model(input_ids=IDS, attention_mask=mask, labels=LABELS, use_cache=False)
+    losses = output.logits[:, 0].square().sum(-1) if name == "a sum" else output.loss.expand(2)
     options = {"is_grads_batched": True, "allow_unused": True}
     with pytest.raises(UserError, match=r"is_grads_batched=True.* restore_model"):
         torch.autograd.grad(losses, list(model.parameters()), torch.eye(len(losses)), **options)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from radixtrain import share_prefixes
+from radixtrain.hf.progress import running
 from tests.support import cases
 from tests.support.batches import padded
 from tests.support.models import since, tiny_hybrid
@@ -70,4 +71,4 @@ def test_after_an_exception(kind: str, error: type[BaseException]) -> None:
                 model(**batch_of())
             handle.remove()
             assert torch.equal(model(**batch).logits, stock)
-            assert not any(mixer.progress.call for mixer in mixers_in(model))
+            assert running.call is None

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from radixtrain import share_prefixes, sharing_report
-from radixtrain.tree.runs import RunLayout, cheapest_runs
+from radixtrain.tree.runs import RunLayout, runs_of_segments
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 from tests.support.batches import padded
 from tests.support.models import tiny_hybrid
@@ -21,12 +22,12 @@ def test_pairs(monkeypatch: pytest.MonkeyPatch, kind: str, side: str) -> None:
     """Values and gradients of every kept token, with forks wherever they can be."""
     kept: list[int] = []
 
-    def counted(runs: RunLayout) -> RunLayout:
-        kept.append(runs.num_forks)
+    def counted(*given: Any) -> RunLayout:
+        runs = runs_of_segments(*given)
+        kept.append(sum(group.num_runs for group in runs.groups if group.is_fork))
         return runs
 
-    made = lambda *segments: counted(cheapest_runs(*segments))  # noqa: E731
-    monkeypatch.setattr("radixtrain.hf.recurrent.cheapest_runs", made)
+    monkeypatch.setattr("radixtrain.tree.runs.runs_of_segments", counted)
     batch = padded([row for rows in pairwise(ROWS[:4]) for row in rows], side)
     keep = batch["attention_mask"].bool()
 

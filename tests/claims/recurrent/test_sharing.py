@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from radixtrain import restore_model, share_prefixes
-from radixtrain.hf.modules import mixers_of
+from radixtrain.hf.backbone import mixers_of
 from radixtrain.verification.oracle import float64_truth
 from tests.support.batches import padded
 from tests.support.models import tiny_hybrid

@@ -46,7 +46,7 @@ BEFORE_ROWS = {  # files of rows are not there
 SETTINGS = {
     "--model.kernel=flash_attn": "kernel='flash_attn' cannot be used: needs CUDA",
     "--dedup=false --model.attn_implementation=sdpaa": "model.model_name_or_path",
-    "--model.model_name_or_path={shop}/nowhere": "model.model_name_or_path: no such folder: {shop}/nowhere",
+    "--model.model_name_or_path=https://hf.co/o/n": "model.model_name_or_path 'https://hf.co/o/n': expected a reposit",
     "--model.use_peft=true --model.lora_target_modules=[nope]": "model.lora_target_modules: no layer has a name of ['n",
     "--model.use_peft=true --model.lora_target_modules=[lm_head]": "model.lora_target_modules: lm_head shares its weig",
     "--model.use_peft=true --model.lora_dropout=0.1": "model.lora_dropout is 0.1: a shared token would draw once, but",

@@ -1,7 +1,6 @@
 """Log-probabilities of completions, beside ordinary forward passes in float64."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import peft
@@ -12,6 +11,7 @@ from torch import nn
 from radixtrain import score_completions, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.generation import score
+from radixtrain.hf.backbone import model_inside
 from radixtrain.hf.share import options_of
 from tests.support.batches import logits_by_the_model
 from tests.support.models import tiny_model
@@ -49,21 +49,6 @@ def assert_right(model: Any, prompts: list[Ids], of_prompts: list[list[Ids]], fo
 def test_scores(model: Any, prompts: Any, completions: Any) -> None:
     assert_right(model, prompts, completions, score_completions(model, prompts, completions))
     assert options_of(model) is None, "it is shared meanwhile only"
-
-
-def test_shared_and_adapted(tiny_qwen3: Callable[..., Any]) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False)
-    model = get_peft_model(share_prefixes(tiny_qwen3().double(), attention="path"), config).double().train()
-    found = score_completions(model, PROMPTS, [COMPLETIONS] * 4)
-    assert model.training and options_of(model)["attention"] == "path"
-    assert_right(model.eval(), PROMPTS, [COMPLETIONS] * 4, found)
-
-
-def test_recurrent_layers() -> None:
-    model = tiny_model("Qwen3_5ForCausalLM").double().eval()
-    assert_right(model, PROMPTS, [COMPLETIONS] * 4, score_completions(model, PROMPTS, [COMPLETIONS] * 4))
 
 
 @pytest.mark.usefixtures("hooks_that_may_stay", "without_the_trial")
@@ -134,12 +119,12 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[Ids], str]] = {
     "a table of positions": (
         lambda _: tiny_model("GPT2LMHeadModel", n_positions=8),
         [[1] * 6],
-        "has a table of 8 positions, and the longest prompt with its completion has 9 tokens; shorten them to 8",
+        "has a table of 8 positions, and the longest prompt with its answer takes 9 positions; shorten them to 8",
     ),
     "chunks": (
         lambda _: tiny_model("Llama4ForCausalLM", attention_chunk_size=8),
         [[1] * 6],
-        "within chunks of 8 tokens, .* has 9 tokens; shorten them to 8",
+        "within chunks of 8 tokens, .* takes 9 positions; shorten them to 8",
     ),
     "no head": (lambda model: model.model, PROMPTS, "has no head that predicts next tokens; load it with AutoModelFor"),
     "another head": (lambda _: tiny_model("Qwen3ForSequenceClassification"), PROMPTS, "; load it with AutoModelFor"),
@@ -156,9 +141,26 @@ def test_refused_models_and_ids(tiny_qwen3: Callable[..., Any], name: str) -> No
     assert "train it" not in str(raised.value) and "max_length" not in str(raised.value)
 
 
-def test_what_draws_only_in_training_and_modules_around_a_model(tiny_qwen3: Callable[..., Any]) -> None:
-    model = tiny_qwen3(vocab_size=400, attention_dropout=0.1).double()
-    for given in (model, nn.Sequential(model)):
-        found = score_completions(given, PROMPTS, [COMPLETIONS] * 4)
-        assert model.training and options_of(model) is None
-        assert_right(deepcopy(model).eval(), PROMPTS, [COMPLETIONS] * 4, found)
+def adapted(model: Any) -> Any:
+    """Shared, and wrapped by PEFT."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False)
+    return peft.get_peft_model(share_prefixes(model, attention="path"), config)
+
+
+MODELS: dict[str, Callable[[Any], Any]] = {
+    "what draws only in training": lambda model: model,
+    "a module around it": nn.Sequential,
+    "shared and adapted": adapted,
+    "recurrent layers": lambda _: tiny_model("Qwen3_5ForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_in_training_mode(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    dropout = 0.0 if name == "shared and adapted" else 0.1
+    model = MODELS[name](tiny_qwen3(vocab_size=400, attention_dropout=dropout)).double().train()
+    inner = model_inside(model)
+    options = options_of(inner)
+    found = score_completions(model, PROMPTS, [COMPLETIONS] * 4)
+    assert model.training and options_of(inner) == options
+    assert_right(inner.eval(), PROMPTS, [COMPLETIONS] * 4, found)

@@ -18,18 +18,16 @@ from transformers.cache_utils import Cache
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report, verify_equivalence
 from radixtrain.errors import UserError
-from radixtrain.hf.modules import mixers_of
+from radixtrain.hf.backbone import mixers_of
 from radixtrain.hf.recurrent import (
     ForkedStates,
     arguments_by_name,
     cache_argument,
     run_on_tree,
-    tree_runs,
 )
-from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.runs import cheapest_runs
+from radixtrain.tree.runs import runs_of_segments, tree_runs
 from tests.support import TRIES
 from tests.support.models import since
 
@@ -63,7 +61,7 @@ def test_literally():
         return Sums()(hidden_states, cache_params)
 
     plan = plan_of([[1, 2, 3, 4], [1, 2, 3, 5], [6, 7]])
-    runs = cheapest_runs(plan.segment_starts, plan.segment_parents, FREE_FORKS)
+    runs = runs_of_segments(plan.segment_starts, plan.segment_parents, min_saved=2)
     rows = torch.tensor([1.0, 2, 3, 4, 1, 2, 3, 5, 6, 7])[torch.tensor(plan.gather_indices)][None, :, None]
     sums = run_on_tree(Sums(), forward, {"hidden_states": rows}, runs)[0, :, 0]
     assert sums[torch.tensor(plan.inverse_indices)].tolist() == [1, 3, 6, 10, 1, 3, 6, 11, 6, 13]
@@ -90,7 +88,7 @@ class TestArguments:
         Renamed.forward.__annotations__["kept_states"] = annotation
         assert cache_argument(Renamed()) == "kept_states"
         plan = plan_of([[1, 2, 3], [1, 2, 4]])
-        runs = cheapest_runs(plan.segment_starts, plan.segment_parents, FREE_FORKS)
+        runs = runs_of_segments(plan.segment_starts, plan.segment_parents, min_saved=2)
         given = {"hidden_states": torch.ones(1, 4, 1), "cache_params": None}
         assert run_on_tree(Renamed(), Renamed().forward, given, runs)[0, :, 0].tolist() == [1, 2, 3, 3]
 

@@ -23,7 +23,7 @@ from tests.support.steps import FEATURES
 
 BATCH = RadixCollator()(FEATURES)
 UNLABELLED = {name: value for name, value in BATCH.items() if name != "labels"}  # for compute_loss_func
-KNOWN = r"does not recognise as a sum over tokens.* RadixCollator\(token_loss=True\)"
+KNOWN = r"does not recognise as a sum over tokens.* a model that is not shared.* RadixCollator\(token_loss=True\)"
 
 
 def per_row(logits: Tensor) -> Tensor:
@@ -52,6 +52,13 @@ def loss_of_ones_own(model: Any) -> Tensor:
     return model(**BATCH).loss
 
 
+def around_the_backbone(shared: Any) -> Any:
+    """A model that is not shared itself."""
+    model = tiny_qwen3(seed=1, tie_word_embeddings=False)
+    model.model = shared.model
+    return model
+
+
 def added(output: Any) -> Tensor:
     return output.loss + per_row(output.logits)
 
@@ -69,6 +76,7 @@ REFUSED: dict[str, Callable[[Any], Tensor]] = {
     "with adapters": lambda model: per_row(with_adapters(model)(**BATCH).logits),
     "a loss_function": loss_of_ones_own,
     "Trainer's label smoothing": lambda model: smoothed(model, BATCH, 0.1),
+    "of another model": lambda model: around_the_backbone(model)(**BATCH).loss,
     "beside the model's": lambda model: added(model(**BATCH)),
     "after the model's": lambda model: after(model(**BATCH)),
     "beside another batch": lambda model: model(**BATCH).loss + per_row(model(**BATCH).logits),
@@ -127,6 +135,16 @@ def padded(features: Any) -> dict[str, Tensor]:
     lengths = torch.tensor([len(row["input_ids"]) for row in features])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
     return {"input_ids": ids, "attention_mask": mask, "labels": column("labels", -100)}
+
+
+def test_only_a_head_is_trained() -> None:
+    """Rows that need no gradient are watched, and its own is that of all labels."""
+    model, found = tiny_qwen3(tie_word_embeddings=False), []
+    model.model.requires_grad_(False)
+    for share, batch in ((lambda model: model, padded(FEATURES)), (share_prefixes, BATCH)):
+        with float64_throughout(share(model)):
+            found.append(torch.autograd.grad(model(**batch).loss, model.lm_head.weight)[0])
+    assert relative_error(*found) <= 1e-12
 
 
 Batch = dict[str, Any]

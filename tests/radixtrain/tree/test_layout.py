@@ -14,52 +14,47 @@ from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader
 
 from radixtrain.testing import ragged_batches
-from radixtrain.tree.blocks import BlockLayout
-from radixtrain.tree.layout import SECTIONS, TreeLayout
-from tests.support.batches import DEEP, FOREST, as_python, mask_pairs, plan_of, seen_pairs
+from radixtrain.tree.layout import TreeLayout
+from tests.support.batches import DEEP, FOREST, as_python, mask_pairs, of_piece, plan_of, seen_pairs
 
 META = torch.device("meta")
 
 
 def whole_layout(sequences=FOREST):
-    """With a block of the first two rows; the plan, and what was encoded of the block."""
+    """With a block of the first two rows; and the plan."""
     plan = plan_of(sequences)
-    blocks = BlockLayout.of(np.where(np.arange(plan.num_rows) < 2, 0, -1))
-    return TreeLayout.from_plan(plan, blocks), plan, blocks
+    return TreeLayout.from_plan(plan, np.where(np.arange(plan.num_rows) < 2, 0, -1)), plan
 
 
 def test_a_forest_in_full():
     """Two trees, with the heaviest branch first: rows 7 8 -> 9 6 | 5 and 9 -> 2 -> 2 | 4, and 9 -> 1."""
     layout = TreeLayout.from_plan(plan_of(FOREST))
-    assert {name: layout.section(name).tolist() for name in SECTIONS if len(layout.section(name))} == {
+    assert as_python(layout) == {
         "gather_indices": [0, 1, 2, 9, 5, 10, 13, 14, 17, 11],
         "inverse_indices": [0, 1, 2, 0, 1, 4, 0, 1, 2, 3, 5, 9, 5, 6, 7, 5, 6, 8],
         "cu_seqlens": [0, 3, 6, 10, 12, 15, 18],
         "segment_starts": [0, 2, 4, 5, 6, 7, 8, 9, 10],
         "subtree_ends": [5, 4, 5, 10, 9, 8, 9, 10],
         "path_keys": [0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 5, 6, 8, 5, 9],
-        "path_cu_seqlens_q": [0, 4, 5, 8, 9, 10],
-        "path_cu_seqlens_k": [0, 4, 7, 10, 13, 15],
-        "calls": [
-            *(0, 4, 5, 8, 9, 10) * 2,  # bounds of slices
-            *(*(0, 1, 2), *(4, 9), *(0, 2, 3), *(0, 1, 5)),  # bounds and rows
-            *(*(0, 1), *(0, 2)),
+        "pieces": [
+            [([0, 3, 6, 10, 12, 15, 18], slice(0, 18))] * 2,
+            [([0, 4, 5, 8, 9, 10], slice(0, 10)), ([0, 4, 7, 10, 13, 15], slice(0, 15))],
+            [([0, 4, 5, 8, 9, 10], slice(0, 10))] * 2,
+            [([0, 1, 2], [4, 9]), ([0, 2, 3], [0, 1, 5])],
+            [([0, 1], slice(8, 9)), ([0, 2], slice(5, 7))],  # rows that follow each other are no copy
         ],
     }
-    own, prompts, both = layout.pieces
-    assert own.q_rows == own.k_rows == slice(0, 10)
-    assert (prompts.q_rows.tolist(), prompts.k_rows.tolist()) == ([4, 9], [0, 1, 5])
-    assert (both.q_rows, both.k_rows) == (slice(8, 9), slice(5, 7)), "rows that follow each other are no copy"
     assert (layout.num_rows, layout.num_tokens, layout.num_sequences, layout.max_seqlen) == (10, 18, 6, 4)
-    assert layout.shares and layout.blocks is None
+    assert layout.shares and not layout.has_blocks and not layout.later
 
 
 def test_segments_and_blocks_come_back():
-    layout, plan, blocks = whole_layout()
+    layout, plan = whole_layout()
     for each in (layout, TreeLayout.from_plan(plan)):
         starts, parents = each.segments
         assert (starts.tolist(), parents.tolist()) == (plan.segment_starts.tolist(), plan.segment_parents.tolist())
-    assert as_python(vars(layout.blocks)) == as_python(vars(blocks))
+    assert layout.has_blocks and layout.block_of_row.tolist() == [0, 0, *[-1] * 8]
+    assert [of_piece(piece) for piece in layout.later] == [[([0, 1], [0]), ([0, 1], [1])]] * 2
 
 
 @pytest.mark.parametrize(
@@ -79,7 +74,7 @@ def test_max_position_leaves_padding_rows_out(sequences, positions, expected):
 def test_paths_cover_every_pair_of_the_mask_once(sequences, min_shared_tokens, pad_to_multiple_of):
     plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
     layout = TreeLayout.from_plan(plan)
-    assert layout.row_subtree_ends.tolist() == plan.row_subtree_ends.tolist()
+    assert layout.row_subtree_ends.tolist() == plan.subtree_ends.repeat(np.diff(plan.segment_starts)).tolist()
     paths = replace(layout.paths, k_rows=layout.path_keys)
     assert seen_pairs(paths, plan.num_rows) == Counter(mask_pairs(plan))
 
@@ -103,11 +98,11 @@ def test_a_batch_survives(move, sequences):
 @pytest.mark.parametrize("move", [move_data_to_device, send_to_device, None], ids=["lightning", "accelerate", "to"])
 def test_moved_to_a_device(move):
     """Only `rows` moves. Torch's meta device has no values, so none is read back."""
-    layout, plan, blocks = whole_layout()
+    layout, plan = whole_layout()
     moved = move({"layout": layout}, META)["layout"] if move else layout.to(META, non_blocking=True)
     assert moved.host is layout.host and moved.rows.device == moved.device == META and layout.device.type == "cpu"
-    assert moved.segments[1].tolist() == plan.segment_parents.tolist() and moved.blocks.lengths == blocks.lengths
-    assert moved.blocks.queries.device == META
+    assert moved.segments[1].tolist() == plan.segment_parents.tolist()
+    assert moved.later[0].q_rows.device == moved.block_of_row.device == META
     calls = [piece.ragged for piece in (*moved.pieces, moved.sequences, moved.paths)]
     longest = [(call.max_seqlen_q, call.max_seqlen_k) for call in calls]
     assert longest == [(4, 4), (1, 2), (1, 2), (4, 4), (4, 4)]

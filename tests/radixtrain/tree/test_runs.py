@@ -9,28 +9,22 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from radixtrain.testing import FREE_FORKS, ragged_batches
-from radixtrain.tree.runs import (
-    MIN_SAVED,
-    RunCall,
-    RunCost,
-    cheapest_runs,
-    runs_of_segments,
-)
+from radixtrain.testing import ragged_batches
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.runs import RunGroup, runs_of_segments, tree_runs
 from tests.support.batches import DEEP, plan_of
 
-CALLS_ONLY = RunCost(call=1.0, row=0.0, state=0.0)
+FEW_GROUPS = 1000.0  # the cost of a group
 # The drawing of the module: A = [0, 3), B = [3, 5), C = [5, 7), D = [7, 10), E = [10, 12).
 DRAWN = np.array([0, 3, 5, 7, 10, 12]), np.array([-1, 0, 1, 1, 0])
 COMB = [[*[1] * teeth, 2] for teeth in range(12)]
 
 
 class Run(NamedTuple):
-    """A run of a table: its rows without padding, those of all runs above it before them, and its call."""
+    """A run of a table: its rows without padding, and those of all runs above it before them."""
 
     rows: list[int]
     path: list[int]
-    call: int
 
 
 def segments_of(sequences, **options):
@@ -39,18 +33,16 @@ def segments_of(sequences, **options):
 
 
 def runs_in(table):
-    """The runs of a table, call by call, walked as a layer walks them; contradictions fail."""
+    """The runs of a table, group by group, walked as a layer walks them; contradictions fail."""
     rows, parents, runs = iter(table.rows.tolist()), iter(table.parents.tolist()), []
-    for call in table.calls:
-        above = [runs[source][next(parents)].path for source, number in call.sources for _ in range(number)]
-        given_rows = [[next(rows) for _ in range(call.length)] for _ in range(call.num_runs)]
-        assert len(above) in (0, call.num_runs), "a call starts from states, or from nothing"
+    for group in table.groups:
+        stored = [run.path for source in group.sources for run in runs[source]]
+        paths = [stored[next(parents)] for _ in range(group.num_runs)] if stored else [[]] * group.num_runs
+        given_rows = [[next(rows) for _ in range(group.length)] for _ in range(group.num_runs)]
         unpadded = [list(dict.fromkeys(run)) for run in given_rows]
-        assert [run + run[-1:] * (call.length - len(run)) for run in unpadded] == given_rows, "padding is the last row"
-        assert all(len(run) == call.length for run in unpadded) or not call.keeps, "a final state after padding"
-        number = len(runs)
-        paths = above or [[]] * call.num_runs
-        runs.append([Run(run, [*path, *run], number) for path, run in zip(paths, unpadded, strict=True)])
+        assert [run + run[-1:] * (group.length - len(run)) for run in unpadded] == given_rows, "padding is the last row"
+        assert all(len(run) == group.length for run in unpadded) or not group.is_fork, "a final state after padding"
+        runs.append([Run(run, [*path, *run]) for path, run in zip(paths, unpadded, strict=True)])
     assert not list(rows) and not list(parents)
     return runs
 
@@ -69,56 +61,50 @@ def leaf_paths(starts, parents):
     return [paths[end - 1] for segment, end in enumerate(starts[1:].tolist()) if segment not in parents]
 
 
-def cost_of(table, rates):
-    states = table.num_forks + len(table.parents)
-    return sum(rates.call + call.num_runs * call.length * rates.row for call in table.calls) + states * rates.state
+def num_forks(table):
+    return sum(group.num_runs for group in table.groups if group.is_fork)
 
 
 def contents(table):
-    return table.calls, table.rows.tolist(), table.places.tolist(), table.parents.tolist()
+    return table.groups, table.rows.tolist(), table.outputs.tolist(), table.parents.tolist()
 
 
-class TestTheDrawing:
-    def test_forks_at_every_branch(self):
-        assert contents(runs_of_segments(*DRAWN, min_saved=2, rates=CALLS_ONLY)) == (
-            (RunCall(1, 3, 1, ()), RunCall(1, 2, 1, ((0, 1),)), RunCall(3, 3, 0, ((0, 1), (1, 2)))),
-            [0, 1, 2, 3, 4, 10, 11, 11, 5, 6, 6, 7, 8, 9],  # A, B, then E, C, D of which the first two are padded
-            [0, 1, 2, 3, 4, 8, 9, 11, 12, 13, 5, 6],
-            [0, 0, 0, 0],
-        )
-
-    def test_cost_and_dtypes(self):
-        table = runs_of_segments(*DRAWN, min_saved=2, rates=CALLS_ONLY)
-        assert table.num_forks == 2
-        assert cost_of(table, RunCost(call=100.0, row=1.0, state=0.01)) == pytest.approx(3 * 100 + 14 + 0.06)
-        assert {array.dtype for array in (table.rows, table.places, table.parents)} == {torch.int64}
-        assert {type(value) for call in table.calls for value in call[:3]} == {int}
-        assert {type(value) for call in table.calls for pair in call.sources for value in pair} == {int}
+def test_the_drawing_with_forks_at_every_branch():
+    table = runs_of_segments(*DRAWN, min_saved=2, group_cost=FEW_GROUPS)
+    assert contents(table) == (
+        (RunGroup(1, 3, True, ()), RunGroup(1, 2, True, (0,)), RunGroup(3, 3, False, (0, 1))),
+        [0, 1, 2, 3, 4, 5, 6, 6, 10, 11, 11, 7, 8, 9],  # A, B, then C, E, D of which the first two are padded
+        [0, 1, 2, 3, 4, 5, 6, 11, 12, 13, 8, 9],
+        [0, 1, 0, 1],
+    )
+    assert {array.dtype for array in (table.rows, table.outputs, table.parents)} == {torch.int64}
+    assert {type(number) for group in table.groups for number in (*group[:2], *group.sources)} == {int}
 
 
 @pytest.mark.parametrize(
-    ("sequences", "calls", "rows"),
+    ("sequences", "groups", "rows"),
     [
         pytest.param([], (), [], id="no sequence"),
         pytest.param([[]], (), [], id="an empty one"),
-        pytest.param([[7]], (RunCall(1, 1, 0, ()),), [0], id="one token"),
-        pytest.param([[7], [7], [7]], (RunCall(1, 1, 0, ()),), [0], id="one token, three times"),
-        pytest.param([[7], [8], [9]], (RunCall(3, 1, 0, ()),), [0, 1, 2], id="single tokens"),
-        pytest.param([[7, 8, 9]] * 2, (RunCall(1, 3, 0, ()),), [0, 1, 2], id="identical"),
-        pytest.param([[7, 8], [7, 8, 9]], (RunCall(1, 3, 0, ()),), [0, 1, 2], id="a prefix"),
-        pytest.param([[7, 8], [7, 9]], (RunCall(2, 2, 0, ()),), [0, 1, 0, 2], id="a first token is too short to fork"),
+        pytest.param([[7]], (RunGroup(1, 1, False, ()),), [0], id="one token"),
+        pytest.param([[7], [7], [7]], (RunGroup(1, 1, False, ()),), [0], id="one token, three times"),
+        pytest.param([[7], [8], [9]], (RunGroup(3, 1, False, ()),), [0, 1, 2], id="single tokens"),
+        pytest.param([[7, 8, 9]] * 2, (RunGroup(1, 3, False, ()),), [0, 1, 2], id="identical"),
+        pytest.param([[7, 8], [7, 8, 9]], (RunGroup(1, 3, False, ()),), [0, 1, 2], id="a prefix"),
+        pytest.param(
+            [[7, 8], [7, 9]], (RunGroup(2, 2, False, ()),), [0, 1, 0, 2], id="a first token is too short to fork"
+        ),
         pytest.param(
             [[7, 8, 9, 1], [7, 8, 9, 2]],
-            (RunCall(1, 3, 1, ()), RunCall(2, 2, 0, ((0, 2),))),
+            (RunGroup(1, 3, True, ()), RunGroup(2, 2, False, (0,))),
             [0, 1, 2, 3, 3, 4, 4],
             id="three tokens are not, and one row after them is padded",
         ),
     ],
 )
-def test_small_batches(sequences, calls, rows):
-    table = runs_of_segments(*segments_of(sequences), min_saved=2, rates=FREE_FORKS)
-    assert (table.calls, table.rows.tolist()) == (calls, rows)
-    assert contents(cheapest_runs(*segments_of(sequences), FREE_FORKS)) == contents(table)
+def test_small_batches(sequences, groups, rows):
+    table = runs_of_segments(*segments_of(sequences), min_saved=2, group_cost=0.0)
+    assert (table.groups, table.rows.tolist()) == (groups, rows)
 
 
 plans = {
@@ -126,110 +112,93 @@ plans = {
     "options": st.fixed_dictionaries(
         {"min_shared_tokens": st.sampled_from([1, 1, 2, 3]), "pad_to_multiple_of": st.sampled_from([None, None, 4, 16])}
     ),
-    "rates": st.builds(
-        RunCost, call=st.sampled_from([0.0, 1.0, 8.0]), row=st.just(1.0), state=st.sampled_from([0.0, 0.5, 2.0])
-    ),
+    "min_saved": st.sampled_from([None, 2, 2, 3, 6, 10]),
+    "group_cost": st.sampled_from([0.0, 1.0, 8.0]),
 }
-forks = {"min_saved": st.sampled_from([None, 2, 2, 3, 6, 10])}
 
 
 @settings(max_examples=200, deadline=None)
-@given(**plans, **forks)
-@example(DEEP, {}, FREE_FORKS, 2)
-@example(COMB, {}, FREE_FORKS, 2)
-@example(COMB, {}, CALLS_ONLY, 6)
-def test_every_run_is_on_the_root_path_of_its_rows(sequences, options, rates, min_saved):
+@given(**plans)
+@example(DEEP, {}, 2, 0.0)
+@example(COMB, {}, 2, 0.0)
+@example(COMB, {}, 6, FEW_GROUPS)
+def test_every_run_is_on_the_root_path_of_its_rows(sequences, options, min_saved, group_cost):
     """No row missing, none twice, the order right; and each row has its output from one place in one run."""
     starts, parents = segments_of(sequences, **options)
-    table, paths = runs_of_segments(starts, parents, min_saved, rates), root_paths(starts, parents)
-    calls = runs_in(table)
-    for run in (run for call in calls for run in call):
+    table, paths = runs_of_segments(starts, parents, min_saved, group_cost=group_cost), root_paths(starts, parents)
+    groups = runs_in(table)
+    for run in (run for runs in groups for run in runs):
         assert run.path == paths[run.rows[-1]]
-    assert len(table.places) == len(paths)
-    assert table.rows[table.places].tolist() == list(range(len(paths)))
+    assert table.rows[table.outputs].tolist() == list(range(len(paths)))
     assert {int(row) for row in table.rows} == set(range(len(paths)))
-    leaves = [run.path for call, runs in zip(table.calls, calls, strict=True) if not call.keeps for run in runs]
+    leaves = [run.path for group, runs in zip(table.groups, groups, strict=True) if not group.is_fork for run in runs]
     assert sorted(leaves) == sorted(leaf_paths(starts, parents))
-    ends = np.cumsum([call.num_runs * call.length for call in table.calls])
-    for row, place in enumerate(table.places.tolist()):
-        number = int(np.searchsorted(ends, place, side="right"))
-        call, begin = table.calls[number], int(ends[number]) - table.calls[number].num_runs * table.calls[number].length
-        run = calls[number][(place - begin) // call.length]
-        offset = (place - begin) % call.length
+    ends = np.cumsum([group.num_runs * group.length for group in table.groups])
+    for row, output in enumerate(table.outputs.tolist()):
+        number = int(np.searchsorted(ends, output, side="right"))
+        group = table.groups[number]
+        begin = int(ends[number]) - group.num_runs * group.length
+        run, offset = groups[number][(output - begin) // group.length], (output - begin) % group.length
         assert offset < len(run.rows), "the output of padding is read"
         assert run.path[: len(run.path) - len(run.rows) + offset + 1] == paths[row]
 
 
 @settings(max_examples=200, deadline=None)
-@given(**plans, **forks)
-@example(DEEP, {}, FREE_FORKS, 2)
-@example(COMB, {}, FREE_FORKS, 6)
-def test_forks_and_their_sources(sequences, options, rates, min_saved):
-    table = runs_of_segments(*segments_of(sequences, **options), min_saved, rates)
-    continued = [np.zeros(call.num_runs, dtype=np.int64) for call in table.calls]
-    parents = iter(table.parents.tolist())
-    for number, call in enumerate(table.calls):
-        assert call.num_runs > 0 and call.length > 0
-        sources = [source for source, _ in call.sources]
-        assert sources == sorted(set(sources)), "each source once, in order"
-        for source, count in call.sources:
-            assert source < number and table.calls[source].keeps and count > 0
-            for _ in range(count):
-                continued[source][next(parents)] += 1
-        if call.keeps:
-            assert call.length >= 2
-        else:
-            assert not any(later.keeps for later in table.calls[number:]), "leaves come last"
-        assert call.length >= 2 or not call.sources, "one row after a state is a step of generation"
-    num_kept = 0
-    for call, times in zip(table.calls, continued, strict=True):
-        num_kept += call.num_runs * call.keeps
-        # A fork shorter than what it must save is worth it only if more than two runs continue it.
-        assert not call.keeps or (call.length * (times - 1) >= min_saved).all(), "a state that nothing needs is kept"
-        assert call.keeps or not times.any()
-    assert table.num_forks == num_kept
-    assert not (min_saved is None and num_kept)
-
-
-@settings(max_examples=100, deadline=None)
 @given(**plans)
-@example(DEEP, {}, RunCost())
-@example([[*range(300), 1], [*range(300), 2], [*range(300), 3, 3]], {}, RunCost())
-def test_the_cheapest_is_not_dearer_than_any_choice(sequences, options, rates):
-    segments = segments_of(sequences, **options)
-    costs = [cost_of(runs_of_segments(*segments, saved, rates), rates) for saved in (None, *MIN_SAVED)]
-    assert cost_of(cheapest_runs(*segments, rates), rates) == min(costs)
+@example(DEEP, {}, 2, 0.0)
+@example(COMB, {}, 6, 0.0)
+def test_forks_and_their_sources(sequences, options, min_saved, group_cost):
+    table = runs_of_segments(*segments_of(sequences, **options), min_saved, group_cost=group_cost)
+    continued = [np.zeros(group.num_runs, dtype=np.int64) for group in table.groups]
+    parents = iter(table.parents.tolist())
+    for number, group in enumerate(table.groups):
+        assert group.num_runs > 0 and group.length > 0
+        assert len(group.sources) == len(set(group.sources)), "each source once"
+        stored = [(source, place) for source in group.sources for place in range(table.groups[source].num_runs)]
+        used = [stored[next(parents)] for _ in range(group.num_runs * bool(stored))]
+        assert {source for source, _ in used} == {*group.sources}, "a state that nothing needs"
+        for source, place in used:
+            assert source < number and table.groups[source].is_fork
+            continued[source][place] += 1
+        if group.is_fork:
+            assert group.length >= 2
+        else:
+            assert not any(later.is_fork for later in table.groups[number:]), "leaves come last"
+        assert group.length >= 2 or not group.sources, "one row after a state is a step of generation"
+    for group, times in zip(table.groups, continued, strict=True):
+        # A fork shorter than what it must save is worth it only if more than two runs continue it.
+        assert not group.is_fork or (group.length * (times - 1) >= min_saved).all(), "a fork that saves too little"
+        assert group.is_fork or not times.any()
+    assert not (min_saved is None and num_forks(table))
 
 
-def test_by_default_a_fork_has_to_save_about_a_hundred_rows():
-    def num_forks(prompt):
-        return cheapest_runs(*segments_of([[*range(prompt), 900], [*range(prompt), 901]])).num_forks
+def test_by_default_a_fork_has_to_save_32_rows():
+    def forks(*lengths):
+        """The runs of two branches below each of some prompts, on the device of the layout."""
+        layout = TreeLayout.from_plan(
+            plan_of([[n, *range(size), 900 + k] for n, size in enumerate(lengths) for k in (1, 2)])
+        )
+        return [num_forks(tree_runs(layout, are_on)) for are_on in (True, False)]
 
-    assert [num_forks(prompt) for prompt in (40, 60, 150, 400)] == [0, 0, 1, 1]
+    assert [forks(size - 1) for size in (31, 32, 400)] == [[0, 0], [1, 0], [1, 0]]
+    assert forks(30, 31, 60) == [2, 0]
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7),
-    rates=st.builds(RunCost, call=st.sampled_from([0.0, 3.0, 20.0]), row=st.just(1.0), state=st.just(0.0)),
-)
-def test_leaves_are_put_into_the_calls_that_cost_least(lengths, rates):
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7), group_cost=st.sampled_from([0.0, 3.0, 20.0]))
+def test_leaves_are_put_into_the_groups_that_cost_least(lengths, group_cost):
     """Against every way to cut the sorted lengths."""
-    table = runs_of_segments(*segments_of([[n, *[0] * (length - 1)] for n, length in enumerate(lengths)]), 2, rates)
+    sequences = [[n, *[0] * (length - 1)] for n, length in enumerate(lengths)]
+    table = runs_of_segments(*segments_of(sequences), 2, group_cost=group_cost)
     ordered, count = sorted(lengths), len(lengths)
     cuts = [cut for size in range(count) for cut in combinations(range(1, count), size)]
     ways = [[0, *cut, count] for cut in cuts]
-    costs = [sum(rates.call + (end - start) * ordered[end - 1] for start, end in pairwise(way)) for way in ways]
-    assert cost_of(table, rates) == min(costs)
-
-
-def runs_of(sequences, rates=FREE_FORKS):
-    plan = plan_of(sequences)
-    return cheapest_runs(plan.segment_starts, plan.segment_parents, rates)
+    costs = [sum(group_cost + (end - start) * ordered[end - 1] for start, end in pairwise(way)) for way in ways]
+    assert sum(group_cost + group.num_runs * group.length for group in table.groups) == min(costs)
 
 
 def test_runs_in_full():
     """[0, 1) 3, then [1, 3) 7 8 -> 5 5 | 9 1."""
-    calls = RunCall(1, 2, 1, ()), RunCall(1, 1, 0, ()), RunCall(2, 2, 0, ((0, 2),))
-    expected = calls, [1, 2, 0, 3, 4, 5, 6], [2, 0, 1, 3, 4, 5, 6], [0, 0]
-    assert contents(runs_of([[7, 8, 9, 1], [3], [7, 8, 5, 5]])) == expected
+    groups = RunGroup(1, 2, True, ()), RunGroup(1, 1, False, ()), RunGroup(2, 2, False, (0,))
+    expected = groups, [1, 2, 0, 3, 4, 5, 6], [2, 0, 1, 3, 4, 5, 6], [0, 0]
+    assert contents(runs_of_segments(*segments_of([[7, 8, 9, 1], [3], [7, 8, 5, 5]]), 2)) == expected

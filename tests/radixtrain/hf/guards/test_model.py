@@ -433,6 +433,12 @@ def test_it_is_tried_once_in_each_mode(tiny_qwen3: Callable[..., Any], monkeypat
     model.model.layers[0] = deepcopy(model.model.layers[0])
     of_calls(model)
     assert len(tries) == 3 and sharing_report(model).num_shared == 4
+    for _ in range(3):  # as trainers do around each generation
+        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_disable()
+        model.gradient_checkpointing_enable()
+        of_calls(model)
+    assert len(tries) == 4 and sharing_report(model).num_shared == 7
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.places import PLACES_AT_A_TIME, PaddedRows, check_gradient_at
+from radixtrain.hf.padded.places import PLACES_AT_A_TIME, PaddedIds, check_gradient_at
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 
-def read(ids: Any, mask: Any = None, positions: Any = None) -> PaddedRows:
-    return PaddedRows.of(*(None if each is None else np.array(each) for each in (ids, mask, positions)))
+def read(ids: Any, mask: Any = None, positions: Any = None) -> PaddedIds:
+    return PaddedIds.of(*(None if each is None else np.array(each) for each in (ids, mask, positions)))
 
 
-def plan_of(rows: PaddedRows) -> PrefixPlan:
+def plan_of(rows: PaddedIds) -> PrefixPlan:
     return build_prefix_plan(rows.input_ids[rows.attended], rows.cu_seqlens, rows.attended_positions)
 
 

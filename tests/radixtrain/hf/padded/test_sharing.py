@@ -51,7 +51,9 @@ class TestOptions:
 
 
 class TestOutputs:
-    def test_a_head_that_reads_padding_after_a_frozen_model(self, tiny_qwen3):
-        hidden = share_prefixes(tiny_qwen3().train().requires_grad_(False)).model(**BATCH).last_hidden_state
+    def test_a_head_that_reads_padding_of_a_layer_below_those_that_are_trained(self, tiny_qwen3):
+        model = share_prefixes(tiny_qwen3().train())
+        model.get_input_embeddings().requires_grad_(False)
+        embedded = model.model(**BATCH, output_hidden_states=True).hidden_states[0]
         with pytest.raises(UserError, match="the loss reads 3 places that attention_mask hides"):
-            (hidden @ torch.ones(32, 1, requires_grad=True)).sum().backward()
+            (embedded @ torch.ones(32, 1, requires_grad=True)).sum().backward()
