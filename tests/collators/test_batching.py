@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from radixtrain.collators.batching import share_by_padded_tokens, share_by_unique_tokens
 from radixtrain.testing import ragged_batches
 
+UNIQUE, PADDED = share_by_unique_tokens, share_by_padded_tokens
 BUDGETS = st.sampled_from([1, 3, 6, 10, 20, 1000, None])
 
 
@@ -56,43 +57,24 @@ def test_nothing_is_lost_and_the_budget_is_kept_and_used(cut, cost, sequences, m
         assert cost([*batch, following[0]]) > max_tokens, "cut before the budget was full"
 
 
-def prefixes(sequences):
-    return {tuple(ids[: n + 1]) for ids in sequences for n in range(len(ids))}
-
-
 @pytest.mark.parametrize(
-    ("sequences", "num_ranks", "max_tokens", "groups", "costs"),
+    ("share", "sequences", "num_ranks", "max_tokens", "groups", "costs"),
     [
-        pytest.param(
-            [[7, 8, 3], [7, 8, 1], [7, 8, 4], [7, 8, 2]], 2, 3, [[[1], [3]], [[0], [2]]], [6, 6], id="and a budget"
-        ),
-        pytest.param([[1, 2], [3, 4]], 3, None, [[[0]], [[1]], []], [2, 2, 0], id="nothing for a rank"),
-        pytest.param([[5] * 9], 2, 4, [[[0]], []], [9, 0], id="longer than the budget"),
-        pytest.param([[4, 4]] * 5, 2, None, [[[0, 1, 2, 3, 4]], []], [2, 0], id="copies cost nothing"),
-        pytest.param([], 2, 4, [[], []], [0, 0], id="empty"),
+        (UNIQUE, [[7, 8, 3], [7, 8, 1], [7, 8, 4], [7, 8, 2]], 2, 3, [[[1], [3]], [[0], [2]]], [6, 6]),
+        (UNIQUE, [[1, 2], [3, 4]], 3, None, [[[0]], [[1]], []], [2, 2, 0]),  # nothing for a rank
+        (UNIQUE, [[5] * 9], 2, 4, [[[0]], []], [9, 0]),  # longer than the budget
+        (UNIQUE, [[4, 4]] * 5, 2, None, [[[0, 1, 2, 3, 4]], []], [2, 0]),  # copies cost nothing
+        (UNIQUE, [], 2, 4, [[], []], [0, 0]),
+        (PADDED, [[1] * 2, [1] * 5, [1] * 3, [1] * 5], 2, None, [[[1, 2]], [[3, 0]]], [10, 10]),  # every other one
+        (PADDED, [[1] * 2, [1] * 5, [1] * 3, [1] * 5], 2, 5, [[[1], [2]], [[3], [0]]], [8, 7]),
+        (PADDED, [[1] * 9, [1]], 3, 4, [[[0]], [[1]], []], [9, 1, 0]),
+        (PADDED, [], 2, None, [[], []], [0, 0]),
     ],
 )
-def test_share_by_unique_tokens(sequences, num_ranks, max_tokens, groups, costs):
-    shares = share_by_unique_tokens(arrays(sequences), num_ranks, max_tokens)
-    assert shares.groups == groups
-    assert shares.costs == costs
-    assert shares.num_unique_tokens == len(prefixes(sequences))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "num_ranks", "max_tokens", "groups", "costs"),
-    [
-        pytest.param([2, 5, 3, 5], 2, None, [[[1, 2]], [[3, 0]]], [10, 10], id="every other one"),
-        pytest.param([2, 5, 3, 5], 2, 5, [[[1], [2]], [[3], [0]]], [8, 7], id="and a budget"),
-        pytest.param([9, 1], 3, 4, [[[0]], [[1]], []], [9, 1, 0], id="nothing for a rank"),
-        pytest.param([], 2, None, [[], []], [0, 0], id="empty"),
-    ],
-)
-def test_share_by_padded_tokens(lengths, num_ranks, max_tokens, groups, costs):
-    shares = share_by_padded_tokens(arrays([[1] * length for length in lengths]), num_ranks, max_tokens)
-    assert shares.groups == groups
-    assert shares.costs == costs
-    assert shares.num_unique_tokens is None
+def test_the_shares_of_ranks(share, sequences, num_ranks, max_tokens, groups, costs):
+    shares = share(arrays(sequences), num_ranks, max_tokens)
+    assert (shares.groups, shares.costs) == (groups, costs)
+    assert shares.num_unique_tokens == (num_unique(sequences) if share is UNIQUE else None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,9 +85,9 @@ def test_no_runs_of_the_sorted_order_are_better(sequences, num_ranks):
     ordered = sorted(sequences)
     ways = combinations_with_replacement(range(len(ordered) + 1), num_ranks - 1)
     runs = ([ordered[start:end] for start, end in pairwise([0, *cuts, len(ordered)])] for cuts in ways)
-    best = min(max(len(prefixes(run)) for run in way) for way in runs)
+    best = min(max(num_unique(run) for run in way) for way in runs)
     assert max(shares.costs) <= best * 1.001 + 1
-    assert shares.costs == [len(prefixes([sequences[n] for group in rank for n in group])) for rank in shares.groups]
+    assert shares.costs == [num_unique([sequences[n] for group in rank for n in group]) for rank in shares.groups]
 
 
 def test_positions_count():

@@ -17,6 +17,7 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
 from tests.support import FULL, cases
+from tests.support.models import tiny_qwen3
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 MESSAGE = (
@@ -50,11 +51,6 @@ class Wrapper(nn.Module):
         return self.model(**batch)
 
 
-def wrapped_by_peft(model: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-
-
 def wrapped_by_ddp(model: Any) -> Any:
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -68,7 +64,6 @@ def compiled(model: Any) -> Any:
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "by itself": lambda model: model,
     "module": Wrapper,
-    "PEFT": wrapped_by_peft,
     "DDP": wrapped_by_ddp,
     "torch.compile": compiled,
 }
@@ -84,7 +79,7 @@ def close_process_group() -> Iterator[None]:
 @pytest.mark.parametrize("name", cases(WRAPPERS, ["by itself", "module", "DDP"]))
 @pytest.mark.usefixtures("close_process_group")
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
-def test_refused_before_it_computes_and_prepared(tiny_qwen3: Callable[..., Any], name: str) -> None:
+def test_refused_before_it_computes_and_prepared(name: str) -> None:
     """It said: Expected input batch_size (6) to match target batch_size (8)."""
     batch, model = RadixCollator()(FEATURES), tiny_qwen3()
     ran: list[Any] = []
@@ -99,7 +94,7 @@ def test_refused_before_it_computes_and_prepared(tiny_qwen3: Callable[..., Any],
     assert not is_watching()
 
 
-def test_another_model_was_prepared(tiny_qwen3: Callable[..., Any]) -> None:
+def test_another_model_was_prepared() -> None:
     """The watch is one hook, until a prepared model gets a batch."""
     share_prefixes(tiny_qwen3())
     RadixCollator()
@@ -110,7 +105,7 @@ def test_another_model_was_prepared(tiny_qwen3: Callable[..., Any]) -> None:
             model(**RadixCollator()(FEATURES))
 
 
-def test_the_watch_ends_when_a_prepared_model_gets_a_batch(tiny_qwen3: Callable[..., Any]) -> None:
+def test_the_watch_ends_when_a_prepared_model_gets_a_batch() -> None:
     """Called by its backbone too, and in a process that has not shared it."""
     model = share_prefixes(tiny_qwen3())
     for call in (model, model.model, pickle.loads(pickle.dumps(model))):
@@ -141,7 +136,7 @@ class Late(Own):
         return len(batch)
 
 
-def test_modules_of_the_user_are_left_alone(tiny_qwen3: Callable[..., Any]) -> None:
+def test_modules_of_the_user_are_left_alone() -> None:
     class Derived(type(tiny_qwen3())):  # type: ignore[misc]
         def forward(self, **batch: Any) -> int:
             return len(batch)
@@ -152,7 +147,7 @@ def test_modules_of_the_user_are_left_alone(tiny_qwen3: Callable[..., Any]) -> N
         assert module(**batch) == len(batch)
 
 
-def test_an_ordinary_batch_is_left_alone(tiny_qwen3: Callable[..., Any]) -> None:
+def test_an_ordinary_batch_is_left_alone() -> None:
     RadixCollator()
     ids = torch.tensor([[7, 8, 9]])
     assert tiny_qwen3()(input_ids=ids, labels=ids).loss.isfinite()
@@ -160,7 +155,7 @@ def test_an_ordinary_batch_is_left_alone(tiny_qwen3: Callable[..., Any]) -> None
 
 
 @FULL
-def test_a_compiled_function_is_left_alone(tiny_qwen3: Callable[..., Any]) -> None:
+def test_a_compiled_function_is_left_alone() -> None:
     """torch traces the hook with the modules; what it does there must not break the graph."""
     model, ids = tiny_qwen3(), torch.tensor([[7, 8, 9]])
     with float64_throughout(model):

@@ -1,31 +1,29 @@
 """`RadixCollator`: exact tensors and keys, the shapes that a stock model must choke on, and what users feed it."""
 
-from collections import Counter
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import find_batch_size as of_accelerate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.utilities.data import extract_batch_size
+from transformers.trainer_pt_utils import find_batch_size
 
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.errors import UserError
 from radixtrain.testing import ragged_batches
+from tests.collators.predictions import entries_of, expected_of, predictions_of
 from tests.support.batches import as_python
+from tests.support.models import tiny_qwen3
 
 N = -100
 DOCSTRING = [
     {"input_ids": [7, 8, 9], "labels": [N, N, 9]},
     {"input_ids": [7, 8, 5], "labels": [N, N, 5]},
 ]
-
-
-def targets(batch):
-    """(predictor row, label) of every prediction."""
-    predictors = batch["radix"].predictor_indices[batch["radix"].prediction_rows]
-    return list(zip(predictors.tolist(), batch["shift_labels"].flatten().tolist(), strict=True))
 
 
 def test_a_tokenizer_is_not_taken():
@@ -110,7 +108,7 @@ def test_position_ids():
         pytest.param([[7, 8, 9], [5, 6]], {}, [[5, 6, 7], [8, 9, 5]], [[8, 9, N, N], [6, N, N, N]], id="no sharing"),
     ],
 )
-def test_labels_are_never_as_wide_as_ids_so_that_a_stock_model_raises(tiny_qwen3, features, options, ids, expected):
+def test_labels_are_never_as_wide_as_ids_so_that_a_stock_model_raises(features, options, ids, expected):
     batch = RadixCollator(loss_on_all=True, **options)([{"input_ids": each} for each in features])
     assert batch["input_ids"].tolist() == ids
     assert batch["shift_labels"].tolist() == expected
@@ -123,14 +121,10 @@ def test_labels_are_never_as_wide_as_ids_so_that_a_stock_model_raises(tiny_qwen3
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), ragged_batches(), st.sampled_from([1, 2, 1000]), st.sampled_from([None, 8]))
-def test_every_labelled_token_is_predicted_by_the_token_before_it(
-    data, sequences, min_shared_tokens, pad_to_multiple_of
-):
-    label = st.sampled_from([N, 0, 1, 2])
-    labels = [[data.draw(label) for _ in ids] for ids in sequences]
+def test_every_labelled_token_is_predicted_by_the_token_before_it(data, sequences, min_shared_tokens, multiple):
+    labels = [[data.draw(st.sampled_from([N, 0, 1, 2])) for _ in ids] for ids in sequences]
     features = [{"input_ids": ids, "labels": row} for ids, row in zip(sequences, labels, strict=True)]
-    sizes = {"min_shared_tokens": min_shared_tokens, "pad_to_multiple_of": pad_to_multiple_of}
-    collator = partial(RadixCollator, **sizes)
+    collator = partial(RadixCollator, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=multiple)
     batch, merged = collator()(features), collator(merge_labels=True)(features)
 
     assert batch["labels"].shape[1] not in (0, batch["input_ids"].shape[1])
@@ -139,34 +133,29 @@ def test_every_labelled_token_is_predicted_by_the_token_before_it(
     assert batch["input_ids"].flatten()[inverse].tolist() == [token for ids in sequences for token in ids]
     assert batch["position_ids"][0, inverse].tolist() == [place for ids in sequences for place in range(len(ids))]
 
-    expected, token = Counter(), 0
-    for row in labels:
-        for place in range(len(row)):
-            if place and row[place] != N:
-                expected[inverse[token - 1], row[place]] += 1
-            token += 1
-    assert Counter((row, y) for row, y in targets(batch) if y != N) == expected
+    expected = expected_of(features)
+    assert predictions_of(batch, features) == predictions_of(merged, features) == expected
     packed = [label for row in labels for label in row]
-    found = zip(batch["radix"].label_indices.tolist(), batch["shift_labels"].flatten().tolist(), strict=True)
-    assert all(packed[index] == label for index, label in found if label != N)
-    assert [[y for y in row if y != N] for row in batch["labels"].tolist()] == [
-        [y for y in row[1:] if y != N] for row in labels
-    ]
+    assert all(packed[token] == label for _, label, weight, token in entries_of(batch) if weight)
+    of_rows = [[y for y in row[1:] if y != N] for row in labels]
+    assert [[y for y in row if y != N] for row in batch["labels"].tolist()] == of_rows
     assert batch["labels"][:, 1:].tolist() == batch["shift_labels"][:, :-1].tolist()
     assert (batch["labels"][:, 0] == N).all() and (batch["shift_labels"][:, -1] == N).all(), "a loss may shift itself"
 
-    predictors = merged["radix"].predictor_indices.tolist()
-    rows, weights = merged["radix"].prediction_rows.tolist(), merged["radix"].loss_weights.tolist()
-    entries = zip(rows, merged["shift_labels"][0].tolist(), weights, strict=True)
-    assert [(predictors[row], y, weight) for row, y, weight in entries] == [
-        (*pair, expected[pair]) for pair in sorted(expected)
-    ]
-    assert predictors == sorted({row for row, _ in expected}), "the head runs once per distinct predictor"
-    assert sum(weights) == sum(expected.values())
+    rows = [(row, label) for row, label, _ in entries_of(merged)]
+    assert rows == sorted({(row, label) for row, label, weight, _ in entries_of(batch) if weight})
+    assert merged["radix"].predictor_indices.tolist() == sorted({row for row, _ in rows}), "a head runs once for each"
     assert as_python(merged["radix"].layout) == as_python(batch["radix"].layout)
     num_rows = merged["input_ids"].numel()
     assert torch.equal(merged["input_ids"][0], batch["input_ids"].flatten()[:num_rows])
     assert torch.equal(merged["position_ids"], batch["position_ids"])
+
+
+def test_frameworks_find_the_number_of_sequences():
+    """That of an ordinary batch. Lightning weights its epoch means by it."""
+    batch = RadixCollator()([{"input_ids": [7, 8, n, n], "labels": [N, N, n, n]} for n in range(5)])
+    assert [read(batch) for read in (extract_batch_size, find_batch_size, of_accelerate)] == [5, 5, 5]
+    assert batch["input_ids"].numel() == 5 * 4
 
 
 def test_features_are_left_alone():

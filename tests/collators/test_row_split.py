@@ -13,17 +13,14 @@ from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.row_split import RowShare, split_batch
 from radixtrain.collators.steps import StepCollator
 from radixtrain.testing import ragged_batches
+from tests.collators.predictions import entries_of
 
 
 def predictions(batch: dict[str, Any], first_row: int = 0) -> Counter[tuple[Any, ...]]:
     """(row, label, token) -> weight, without predictions of weight 0."""
-    radix = batch["radix"]
-    rows = (radix.predictor_indices[radix.prediction_rows] + first_row).tolist()
-    columns = [] if radix.label_indices is None else [radix.label_indices.tolist()]
     found: Counter[tuple[Any, ...]] = Counter()
-    entries = zip(rows, batch["shift_labels"][0].tolist(), radix.loss_weights.tolist(), *columns, strict=True)
-    for row, label, weight, *tokens in entries:
-        found[row, label, *tokens] += weight
+    for row, label, weight, *tokens in entries_of(batch):
+        found[row + first_row, label, *tokens] += weight
     return Counter({key: weight for key, weight in found.items() if weight})
 
 

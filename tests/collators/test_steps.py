@@ -2,7 +2,6 @@
 
 import pickle
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,29 +15,10 @@ from radixtrain import share_prefixes
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import ragged_batches
+from tests.collators.predictions import expected_of, predictions_of
 from tests.support import cases
 from tests.support.batches import as_python, tensors_of
-
-
-def histories_of_rows(batch: dict[str, Any], sequences: Sequence[list[int]]) -> list[tuple[int, ...]]:
-    """For every row that the model computes, the tokens up to it, read from the sequence that the row comes from."""
-    if "attention_mask" in batch:
-        width = batch["input_ids"].shape[1]
-        return [tuple(sequences[n // width][: n % width + 1]) for n in range(batch["input_ids"].numel())]
-    ends = [tuple(ids[: n + 1]) for ids in sequences for n in range(len(ids))]
-    return [ends[token] for token in batch["radix"].layout.gather_indices.tolist()]
-
-
-def predictions_of(batch: dict[str, Any], sequences: Sequence[list[int]]) -> Counter[tuple[tuple[int, ...], int]]:
-    """(whole history of the predictor, label) -> its weight in the loss."""
-    rows, found = histories_of_rows(batch, sequences), Counter()
-    predictors, labels = batch["radix"].predictor_indices.tolist(), batch["shift_labels"].flatten().tolist()
-    predictors = [predictors[row] for row in batch["radix"].prediction_rows.tolist()]
-    for row, label, weight in zip(predictors, labels, batch["radix"].loss_weights.tolist(), strict=True):
-        if weight:
-            found[rows[row], label] += weight
-    return found
-
+from tests.support.models import tiny_hybrid, tiny_qwen3
 
 N = -100
 FEATURES = [
@@ -60,27 +40,12 @@ def steps(draw):
     return features
 
 
-def expected_predictions(features):
-    """(whole history of the predictor, label) -> how many tokens."""
-    found = Counter()
-    for feature in features:
-        ids, labels = feature["input_ids"], feature["labels"]
-        found.update((tuple(ids[:n]), labels[n]) for n in range(1, len(ids)) if labels[n] != N)
-    return found
-
-
 def predictions(step, features):
     found = Counter()
     for batch, members in zip(step.micro_batches, step.members, strict=True):
-        if members:
-            found += predictions_of(batch, [features[index]["input_ids"] for index in members])
-        else:
-            assert_weighs_nothing(batch)
+        found += predictions_of(batch, [features[index] for index in members]) if members else Counter()
+        assert members or not batch["radix"].loss_weights.any(), "it only fills up"
     return found
-
-
-def assert_weighs_nothing(batch):
-    assert not batch["radix"].loss_weights.any()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +110,7 @@ def test_the_ranks_together_make_the_step_however_it_is_cut(features, max_tokens
     assert len({len(step.micro_batches) for step in shares}) == 1
     seen = [index for step in shares for members in step.members for index in members]
     assert sorted(seen) == list(range(len(features)))
-    expected = expected_predictions(features)
+    expected = expected_of(features)
     assert sum((predictions(step, features) for step in shares), Counter()) == expected
     num_tokens = sum(len(feature["input_ids"]) for feature in features)
     prefixes = {
@@ -174,7 +139,7 @@ def test_in_the_workers_of_a_data_loader():
     copied = pickle.loads(pickle.dumps(collator))  # what it keeps between calls travels too
     (step,) = DataLoader(FEATURES, batch_size=3, collate_fn=copied, num_workers=1)
     assert step.members == [[0, 2], [1]]
-    assert predictions(step, FEATURES) == expected_predictions(FEATURES)
+    assert predictions(step, FEATURES) == expected_of(FEATURES)
 
 
 def test_two_sequences():
@@ -213,7 +178,7 @@ def batch_of_an_idle_rank(**options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("arm", cases(ARMS, ["merged", "padded"]))
 @pytest.mark.parametrize("kind", cases(["Qwen3", "Qwen3.5", "Bamba", "LFM2"], ["Qwen3", "Qwen3.5"]))
-def test_loss_and_gradients_are_zero(kind: str, arm: str, tiny_qwen3: Any, tiny_hybrid: Any) -> None:
+def test_loss_and_gradients_are_zero(kind: str, arm: str) -> None:
     """Of every parameter: data parallel waits for the gradient of each."""
     model = tiny_qwen3() if kind == "Qwen3" else tiny_hybrid(kind)
     batch = batch_of_an_idle_rank(**ARMS[arm])

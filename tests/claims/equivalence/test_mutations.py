@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-import radixtrain.hf.attention_interface
 from radixtrain import RadixCollator, restore_model, verify_equivalence
-from radixtrain.attention import tree_attention
+from radixtrain.hf import attention_interface
 from radixtrain.kernels import merge_attention
+from radixtrain.kernels.cpu_loops import TorchCPUKernel
 from radixtrain.kernels.merge_attention import Route, route_forward
-from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import with_radix
 from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import ordinary_padded
 from radixtrain.verification.report import EquivalenceReport
+from tests.claims.mistakes import assert_caught, forgotten_prompt, one_level, plant, plant_ends, returning, sibling_leak
+from tests.support.models import tiny_qwen3
 
 # Nested three deep, labels on shared tokens, several labels at branches, one sequence a prefix of another.
 FEATURES = [
@@ -30,23 +31,16 @@ FEATURES = [
     {"input_ids": [7, 8, 5, 6, 4, 4], "labels": [-100, -100, 5, -100, 4, 4]},
     {"input_ids": [30, 31, 32], "labels": [30, 31, 32]},
 ]
-Collate = Callable[[Any], dict[str, Any]]
 
 pytestmark = pytest.mark.usefixtures("without_the_trial")
 
 
-def verdict(model: Any, collate: Collate | None = None, **options: Any) -> EquivalenceReport:
-    return verify_equivalence(model, FEATURES, collator=collate, **options)
-
-
-def assert_caught(report: EquivalenceReport) -> None:
-    for precision in ("float64", "float32"):
-        assert not report[precision].passed, f"{precision} lets it through:\n{report}"
-    assert "NOT EQUAL" in str(report)
+def verdict(model: Any, **options: Any) -> EquivalenceReport:
+    return verify_equivalence(model, FEATURES, **options)
 
 
 @pytest.mark.parametrize("attention", ["cascade", "path", "expand", "reference"])
-def test_without_a_mutation(tiny_qwen3: Callable[..., Any], attention: str) -> None:
+def test_without_a_mutation(attention: str) -> None:
     report = verdict(tiny_qwen3(), attention=attention)
     assert report.passed and report.conclusive, str(report)
 
@@ -106,42 +100,17 @@ MUTATED_BATCHES = [
 
 
 @pytest.mark.parametrize("mutate", MUTATED_BATCHES, ids=lambda mutate: mutate.__name__)
-def test_a_mutated_batch(tiny_qwen3: Callable[..., Any], mutate: Callable[..., Any]) -> None:
-    assert_caught(verdict(tiny_qwen3(), lambda features: mutate(RadixCollator()(features))))
-
-
-def sibling_leak(layout: Any) -> Tensor:
-    """Only causal over the rows: every branch sees the ones before it."""
-    return torch.full_like(layout.subtree_ends, layout.num_rows)
-
-
-def forgotten_prompt(layout: Any) -> Tensor:
-    """Each segment sees only itself."""
-    return layout.segment_starts[1:].clone()
-
-
-def one_level(layout: Any) -> Tensor:
-    """A mask of prompt and completions on a nested trie: the middle of a path is not seen."""
-    ends = layout.subtree_ends.clone()
-    nested = layout.segment_starts[:-1] > 0
-    ends[nested] = layout.segment_starts[1:][nested]
-    return ends
+def test_a_mutated_batch(mutate: Callable[..., Any]) -> None:
+    assert_caught(verdict(tiny_qwen3(), collator=lambda features: mutate(RadixCollator()(features))))
 
 
 @pytest.mark.parametrize("ends_of", [sibling_leak, forgotten_prompt, one_level], ids=lambda ends: ends.__name__)
-def test_a_wrong_mask(
-    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, ends_of: Callable[[Any], Tensor]
-) -> None:
-    def mutated(query: Tensor, key: Tensor, value: Tensor, layout: Any, **options: Any) -> Tensor:
-        wrong = TreeLayout(layout.host, layout.rows)
-        wrong.subtree_ends = ends_of(layout)
-        return tree_attention(query, key, value, wrong, **{**options, "attention": "reference"})
-
-    monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", mutated)
+def test_a_wrong_mask(monkeypatch: pytest.MonkeyPatch, ends_of: Any) -> None:
+    plant_ends(monkeypatch, ends_of)
     assert_caught(verdict(tiny_qwen3()))
 
 
-def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any]) -> None:
+def test_stock_sdpa_on_a_radix_batch() -> None:
     """A silent failure: a model that is not shared reads jumps of positions as packed documents."""
     model = tiny_qwen3()
     batch = RadixCollator()(FEATURES)
@@ -158,58 +127,48 @@ def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any]) -> None:
     assert_caught(report)
 
 
-def test_top_left_causal(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_left_causal(monkeypatch: pytest.MonkeyPatch) -> None:
     """`is_causal` of sdpa for fewer queries than keys: the new rows of a path see only its beginning."""
-    from radixtrain.kernels.cpu_loops import TorchCPUKernel
-
-    monkeypatch.setattr(TorchCPUKernel, "_options", lambda self, q, part, scoring: {"is_causal": True})
+    plant(monkeypatch, TorchCPUKernel, "_options", returning({"is_causal": True}))
     assert_caught(verdict(tiny_qwen3(), attention="path"))
 
 
-def test_the_log_sum_exp_of_a_piece_in_the_backward(
-    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A forward pass that is right, and a backward pass in which the pieces have those of the first and not of all."""
-    exact = merge_attention._backward_in_pieces
-
-    def of_the_first(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, route: Route) -> Any:
-        first = route._replace(pieces=route.pieces[:1])
-        return exact(dout, q, k, v, *route_forward(q, k, v, None, first), route)
-
-    monkeypatch.setattr(merge_attention, "_backward_in_pieces", of_the_first)
-    report = verdict(tiny_qwen3(), attention="cascade")
-    assert report["float32"].loss not in report["float32"].failed, "the loss does not show it"
-    assert_caught(report)
+def lse_of_the_first(real: Any, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, route: Route) -> Any:
+    """The pieces have the log-sum-exp of the first and not of all."""
+    return real(dout, q, k, v, *route_forward(q, k, v, None, route._replace(pieces=route.pieces[:1])), route)
 
 
-@pytest.mark.parametrize("attention", ["path", "expand"])
-def test_a_gradient_that_is_written_and_not_added(
-    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, attention: str
-) -> None:
-    """Rows that are read more than once, whose gradient keeps the last copy."""
+def last_copy(real: Any, x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
+    """The gradient of rows that are read more than once is written and not added."""
+    return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, indices.long(), x)
 
-    def last_copy(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
-        return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, indices.long(), x)
 
-    monkeypatch.setattr(merge_attention, "sum_rows", last_copy)
+OF_THE_BACKWARD_PASS = {
+    "the log-sum-exp of a piece": ("cascade", "_backward_in_pieces", lse_of_the_first),
+    "written and not added, path": ("path", "sum_rows", last_copy),
+    "written and not added, expand": ("expand", "sum_rows", last_copy),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_BACKWARD_PASS)
+def test_a_backward_pass_after_a_right_forward_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    attention, function, mistake = OF_THE_BACKWARD_PASS[name]
+    plant(monkeypatch, merge_attention, function, mistake)
     report = verdict(tiny_qwen3(), attention=attention)
     assert report["float32"].loss not in report["float32"].failed, "the loss does not show it"
     assert_caught(report)
 
 
-def test_a_hundred_millionth_too_much(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hundred_millionth_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below the rounding of float32, so only the float64 rung can see it."""
-    monkeypatch.setattr(
-        radixtrain.hf.attention_interface,
-        "tree_attention",
-        lambda *args, **options: tree_attention(*args, **options) * (1 + 1e-8),
-    )
+    too_much = lambda real, *args, **options: real(*args, **options) * (1 + 1e-8)  # noqa: E731
+    plant(monkeypatch, attention_interface, "tree_attention", too_much)
     report = verdict(tiny_qwen3())
     assert not report["float64"].passed
     assert report["float32"].passed
 
 
-def test_dead_attention(tiny_qwen3: Callable[..., Any]) -> None:
+def test_dead_attention() -> None:
     """Equal because all gradients are zero, as in a published proof: that proves nothing, and the report says so."""
     model = tiny_qwen3()
     with torch.no_grad():

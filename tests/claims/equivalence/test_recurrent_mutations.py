@@ -21,6 +21,7 @@ from radixtrain.hf.recurrent import ForkedStates
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunGroup, RunLayout, runs_of_segments
 from radixtrain.verification.report import EquivalenceReport
+from tests.claims.mistakes import assert_caught, plant
 from tests.support.models import NEEDS_FORKS, tiny_model
 
 pytestmark = NEEDS_FORKS
@@ -55,12 +56,6 @@ def verdict(model: Any, table_of: Table) -> EquivalenceReport:
         made = lambda layout, forks: table_of() if forks else real(layout, forks)  # noqa: E731
         patch.setattr(radixtrain.hf.attention_interface, "tree_runs", made)
         return verify_equivalence(model, FEATURES)
-
-
-def assert_caught(report: EquivalenceReport) -> None:
-    for precision in ("float64", "float32"):
-        assert not report[precision].passed, f"{precision} lets it through:\n{report}"
-    assert "NOT EQUAL" in str(report)
 
 
 def with_rows(right: RunLayout, groups: Sequence[RunGroup], rows: Any) -> RunLayout:
@@ -157,62 +152,54 @@ def test_mutated_runs(model: Any, mutated: Table) -> None:
 def test_a_final_state_read_through_padding(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forks of one level in one group, whatever their lengths."""
 
-    def by_level(runs: Sequence[Any]) -> Iterator[list[int]]:
+    def by_level(real: Any, runs: Sequence[Any]) -> Iterator[list[int]]:
         forks = sorted((run.level, number) for number, run in enumerate(runs) if run.is_fork)
         for _, group in groupby(forks, key=lambda fork: fork[0]):
             yield [number for _, number in group]
 
-    monkeypatch.setattr(radixtrain.tree.runs, "_fork_groups", by_level)
+    plant(monkeypatch, radixtrain.tree.runs, "_fork_groups", by_level)
     assert [(group.num_runs, group.length) for group in table().groups if group.is_fork] == [(2, 4), (2, 3)]
     assert_caught(verdict(model, table))
 
 
-def forget_the_left_context(monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_the_left_context(real: Any, self: ForkedStates, *args: Any, **options: Any) -> Tensor:
     """A convolution reads zeros before the first row of a run."""
-    update = ForkedStates.update_conv_state
-
-    def forgetful(self: ForkedStates, conv_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        self.past = {kind: state for kind, state in self.past.items() if kind[0] != "conv"}
-        return update(self, conv_states, *args, **options)
-
-    monkeypatch.setattr(ForkedStates, "update_conv_state", forgetful)
+    self.past = {kind: state for kind, state in self.past.items() if kind[0] != "conv"}
+    return real(self, *args, **options)
 
 
-def miss_one_child(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def miss_one_child(kind: str) -> Callable[..., Any]:
     """Each state has its gradient from all of its children but the first of a group."""
-    past_of = radixtrain.hf.recurrent._past
 
-    def without_the_first(*args: Any) -> Any:
-        past = past_of(*args)
-        return {key: cat([x[:1].detach(), x[1:]]) if key[0] == kind else x for key, x in past.items()}
+    def mistake(real: Any, *args: Any) -> Any:
+        return {key: cat([x[:1].detach(), x[1:]]) if key[0] == kind else x for key, x in real(*args).items()}
 
-    monkeypatch.setattr(radixtrain.hf.recurrent, "_past", without_the_first)
+    return mistake
 
 
-MUTATED_STATES = [
-    pytest.param(forget_the_left_context, False, id="a convolution that forgets its left context"),
-    pytest.param(partial(miss_one_child, kind="conv"), True, id="a gradient that misses one child, convolution"),
-    pytest.param(partial(miss_one_child, kind="recurrent"), True, id="a gradient that misses one child, state"),
-]
+OF_STATES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "a convolution that forgets its left context": (ForkedStates, "update_conv_state", forget_the_left_context),
+    "a gradient that misses one child, convolution": (radixtrain.hf.recurrent, "_past", miss_one_child("conv")),
+    "a gradient that misses one child, state": (radixtrain.hf.recurrent, "_past", miss_one_child("recurrent")),
+}
 
 
 @UNTRIED
-@pytest.mark.parametrize(("mutate", "same_loss"), MUTATED_STATES)
-def test_mutated_states(
-    model: Any, monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Any], None], same_loss: bool
-) -> None:
-    mutate(monkeypatch)
+@pytest.mark.parametrize("name", OF_STATES)
+def test_mutated_states(model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plant(monkeypatch, *OF_STATES[name])
     report = verdict(model, table)
-    assert (report["float64"].loss not in report["float64"].failed) == same_loss, "the forward pass is right"
+    is_right = report["float64"].loss not in report["float64"].failed
+    assert is_right == name.startswith("a gradient"), "the forward pass of a wrong gradient is right"
     assert_caught(report)
 
 
-@pytest.mark.parametrize("mutate", [mutated.values[0] for mutated in MUTATED_STATES], ids=["conv", "child", "child 2"])
+@pytest.mark.parametrize("name", OF_STATES)
 def test_mutated_states_are_not_even_used(
-    model: Any, monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Any], None], caplog: pytest.LogCaptureFixture
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """The trial of the model finds them, and its recurrent layers compute whole sequences."""
-    mutate(monkeypatch)
+    plant(monkeypatch, *OF_STATES[name])
     forget_verdicts(model.model)
     report = verdict(model, table)
     assert report.passed and report.conclusive, str(report)

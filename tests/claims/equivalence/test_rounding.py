@@ -27,25 +27,18 @@ from radixtrain.verification.oracle import (
     ordinary_padded,
 )
 from radixtrain.verification.report import Rung
+from tests.claims.equivalence.ways import MODELS, build, set_checkpointing, ways
 from tests.support import FULL, TRIES
 
 BATCHES = labelled_features(vocab_size=50, max_sequences=16, max_length=40)
 ROW_BY_ROW = "ordinary rows one by one"
-KINDS = ["tied", "untied, biased", "LoRA"]
 SECTION = "rounding: error against the float64 truth, radix and the worse of two ordinary runs"
 
 
 @FULL
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_rounding(
-    build: Callable[..., Any],
-    ways: Callable[..., Any],
-    set_checkpointing: Callable[[Any, float], None],
-    dtype: torch.dtype,
-    kind: str,
-    print_after: Callable[[str, str], None],
-) -> None:
+def test_rounding(dtype: torch.dtype, kind: str, print_after: Callable[[str, str], None]) -> None:
     model = build(kind, seed=1).to(dtype)
     rungs: dict[str, list[Rung]] = {arm: [] for arm in (ROW_BY_ROW, *EVERYWHERE)}
     # In one piece, as the ordinary batch: gradients that are added up over micro-batches round once more for each.

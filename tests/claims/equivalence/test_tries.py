@@ -18,21 +18,15 @@ from radixtrain.attention import EVERYWHERE
 from radixtrain.testing import labelled_features
 from radixtrain.verification.oracle import float64_truth
 from radixtrain.verification.report import Rung
+from tests.claims.equivalence.ways import MODELS, build, set_checkpointing, ways
 from tests.support import TRIES, cases
 from tests.support.steps import same_step
 
 SECTION = "float64: worst relative L2 error of a gradient tensor"
-KINDS = ["tied", "untied, biased", "LoRA"]
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, ["tied", "LoRA"]))
-def test_generated_tries(
-    build: Callable[..., Any],
-    ways: Callable[..., Any],
-    set_checkpointing: Callable[[Any, float], None],
-    kind: str,
-    print_after: Callable[[str, str], None],
-) -> None:
+@pytest.mark.parametrize("kind", cases(MODELS, ["tied", "LoRA"]))
+def test_generated_tries(kind: str, print_after: Callable[[str, str], None]) -> None:
     model, worst, cuts = build(kind), Counter[str](), list[int]()
 
     @settings(max_examples=TRIES, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])

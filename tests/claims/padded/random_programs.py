@@ -7,7 +7,7 @@ dtypes and strides, the loss, every gradient, and the kind of an error.
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from random import Random
@@ -42,11 +42,11 @@ class Run:
     watched: list[Tensor] = field(default_factory=list)
     error: BaseException | None = None
 
-    def keep(self, *tensors: Tensor) -> None:
-        self.held.extend(each for each in tensors if isinstance(each, Tensor))
+    def note(self, values: Iterable[Any]) -> None:
+        self.read.extend(each.detach().clone() if isinstance(each, Tensor) else each for each in values)
 
 
-Step = Callable[[Run, Tensor, Random], Any]
+Steps = dict[str, Callable[[Tensor], Any]]
 
 
 def is_token(shape: Sequence[int]) -> Tensor:
@@ -71,60 +71,6 @@ def factor_for(x: Tensor) -> Tensor:
     if x.numel() == MASK.numel():
         return found * is_token(x.shape)
     return found * is_token(x.shape[:-1])[..., None] if x.ndim else found
-
-
-# What a step gives is held for later ones.
-
-VIEWS: dict[str, Step] = {
-    "x[:, 1:]": lambda run, x, rng: x[:, 1:],
-    "x[:, :-1]": lambda run, x, rng: x[:, :-1],
-    "x[..., :-1, :]": lambda run, x, rng: x[..., :-1, :],
-    "x[n]": lambda run, x, rng: x[rng.randrange(4)],
-    "x[None]": lambda run, x, rng: x[None],
-    "x[..., :3]": lambda run, x, rng: x[..., :3],
-    "x[:, ::2]": lambda run, x, rng: x[:, ::2],
-    "view(-1, W)": lambda run, x, rng: x.view(-1, x.shape[-1]),
-    "flatten(0, 1)": lambda run, x, rng: x.flatten(0, 1),
-    "transpose": lambda run, x, rng: x.transpose(0, 1),
-    "expand": lambda run, x, rng: x[:1].expand(3, *x.shape[1:]),
-    "iter": lambda run, x, rng: [*x][rng.randrange(2)],
-    "unbind": lambda run, x, rng: x.unbind(0)[0],
-    "split": lambda run, x, rng: x.split(2)[rng.randrange(2)],
-    "detach": lambda run, x, rng: x.detach(),
-    "data": lambda run, x, rng: x.data,
-    "alias": lambda run, x, rng: x,
-}
-COPIES: dict[str, Step] = {
-    "contiguous": lambda run, x, rng: x.contiguous(),
-    "clone": lambda run, x, rng: x.clone(),
-    "reshape": lambda run, x, rng: x.reshape(-1, x.shape[-1]),
-    "reshape shifted": lambda run, x, rng: x[:, :-1].reshape(-1, x.shape[-1]),
-    "contiguous shifted": lambda run, x, rng: x[..., :-1, :].contiguous(),
-    "float": lambda run, x, rng: x.float(),
-    "double": lambda run, x, rng: x.double(),
-    "to": lambda run, x, rng: x.to(torch.float32),
-    "mask": lambda run, x, rng: x[labels_for(x) != -100],
-    "cat": lambda run, x, rng: torch.cat([x, x]),
-    "deepcopy": lambda run, x, rng: copy.deepcopy(x),
-}
-FUNCTIONS: dict[str, Step] = {
-    "head": lambda run, x, rng: run.model.lm_head(x),
-    "temperature": lambda run, x, rng: x / 0.7,
-    "scale": lambda run, x, rng: 1.5 * x,
-    "softcap": lambda run, x, rng: torch.tanh(x / 2) * 2,
-    "log_softmax": lambda run, x, rng: x.log_softmax(-1),
-    "F.log_softmax": lambda run, x, rng: functional.log_softmax(x, dim=-1),
-    "log_softmax in float64": lambda run, x, rng: x.log_softmax(-1, dtype=torch.float64),
-    "softmax": lambda run, x, rng: torch.softmax(x, dim=-1),
-    "log_softmax of places": lambda run, x, rng: x.log_softmax(0),
-    "times a tensor": lambda run, x, rng: x * factor_for(x),
-    "square": lambda run, x, rng: x * x,
-    "where": lambda run, x, rng: torch.where(factor_for(x) > 1.2, x, x.detach()),
-    "a function": lambda run, x, rng: Doubled.apply(x),
-    "the same": lambda run, x, rng: Same.apply(x),
-    "checkpoint head": lambda run, x, rng: checkpoint(run.model.lm_head, x, use_reentrant=rng.random() < 0.5),
-    "checkpoint": lambda run, x, rng: checkpoint(lambda y: (y / 3).softmax(-1), x, use_reentrant=rng.random() < 0.5),
-}
 
 
 class Doubled(torch.autograd.Function):
@@ -164,48 +110,8 @@ class Changed(torch.autograd.Function):
         return 1.5 * grad, None
 
 
-def plus(x: Tensor, y: Tensor) -> Tensor:
+def plus(x: Tensor, y: Tensor) -> None:
     x += 0.3 * y.detach().reshape(x.shape)
-    return x
-
-
-IN_PLACE: dict[str, Step] = {
-    "+=": lambda run, x, rng: plus(x, run.held[0]),
-    "mul_ by places": lambda run, x, rng: x.mul_(factor_for(x)),
-    "clamp_": lambda run, x, rng: x.clamp_(-0.5, 0.5),
-    "x[0] = 0": lambda run, x, rng: x.__setitem__(0, 0.0),
-    "x[:, 1:] *= 2": lambda run, x, rng: x[:, 1:].mul_(2.0),
-    "data.mul_": lambda run, x, rng: x.data.mul_(0.5),
-    "data =": lambda run, x, rng: setattr(x, "data", x.data * 0.5),
-    "out=": lambda run, x, rng: torch.mul(x.detach(), 2.0, out=x.detach()),
-    "numpy": lambda run, x, rng: np.multiply(x.detach().numpy(), 0.5, out=x.detach().numpy()),
-    "no_grad": lambda run, x, rng: torch.no_grad()(x.mul_)(0.5),
-    "a function": lambda run, x, rng: Changed.apply(x, rng.random() < 0.5),
-    "a function, a view": lambda run, x, rng: Changed.apply(x[:, 1:], rng.random() < 0.5),
-}
-
-
-# torch does not notice these. After a function that saved its input, the ordinary gradient would be wrong.
-SILENT = {"data.mul_", "data =", "numpy"}
-
-
-def note(run: Run, *values: Any) -> None:
-    run.read.extend(each.detach().clone() if isinstance(each, Tensor) else each for each in values)
-
-
-READERS: dict[str, Step] = {
-    "item": lambda run, x, rng: note(run, x.mean().item(), x.max().item()),
-    "values": lambda run, x, rng: note(run, x),
-    "sum": lambda run, x, rng: note(run, x.sum(-1), x.logsumexp(-1)),
-    "numpy": lambda run, x, rng: note(run, torch.from_numpy(x.detach().numpy().copy())),
-    "pickle": lambda run, x, rng: note(run, pickle.loads(pickle.dumps(x.detach()))),
-    "dtype": lambda run, x, rng: note(run, x.dtype, x.shape, x.requires_grad, x.is_leaf),
-    "layout": lambda run, x, rng: note(run, x.stride(), x.is_contiguous(), x.storage_offset()),
-    "version": lambda run, x, rng: note(run, x._version, x.is_inference(), x.grad_fn is None),
-    "memory": lambda run, x, rng: note(run, [x.data_ptr() == each.data_ptr() for each in run.held]),
-    "entropy": lambda run, x, rng: note(run, entropy(x)),
-    "func.grad": lambda run, x, rng: note(run, torch.func.grad(lambda w: (x.detach() * w).sum())(torch.ones(()).to(x))),
-}
 
 
 def entropy(x: Tensor) -> Tensor:
@@ -233,83 +139,175 @@ def of_each(values: Tensor) -> Tensor:
     return (values * factor_for(values)).sum()
 
 
-def per_row(x: Tensor) -> Tensor:
-    return torch.stack([cross_entropy(row) * (n + 1) for n, row in enumerate(x)]).mean()
+# The steps of each kind, by name. What those of the first three kinds return is held for later ones.
 
 
-def divergence(x: Tensor, y: Tensor) -> Tensor:
-    return functional.kl_div(x.log_softmax(-1), y.detach().reshape(x.shape).softmax(-1), reduction="sum")
+def views(run: Run) -> Steps:
+    return {
+        "x[:, 1:]": lambda x: x[:, 1:],
+        "x[..., :-1, :]": lambda x: x[..., :-1, :],
+        "x[1]": lambda x: x[1],
+        "x[None]": lambda x: x[None],
+        "x[..., :3]": lambda x: x[..., :3],
+        "x[:, ::2]": lambda x: x[:, ::2],
+        "view(-1, W)": lambda x: x.view(-1, x.shape[-1]),
+        "flatten(0, 1)": lambda x: x.flatten(0, 1),
+        "transpose": lambda x: x.transpose(0, 1),
+        "expand": lambda x: x[:1].expand(3, *x.shape[1:]),
+        "iter": lambda x: next(iter(x)),
+        "split": lambda x: x.split(2)[1],
+        "detach": Tensor.detach,
+        "data": lambda x: x.data,
+    }
 
 
-LOSSES: dict[str, Step] = {
-    "mean": lambda run, x, rng: cross_entropy(x),
-    "sum": lambda run, x, rng: cross_entropy(x, reduction="sum") / 7,
-    "none": lambda run, x, rng: of_each(cross_entropy(x, reduction="none")),
-    "smoothed": lambda run, x, rng: cross_entropy(x, label_smoothing=0.1),
-    "ignored": lambda run, x, rng: cross_entropy(x, ignore_index=5),
-    "weighted": lambda run, x, rng: cross_entropy(x, weight=torch.linspace(1, 2, x.shape[-1]).to(x.dtype)),
-    "shifted": lambda run, x, rng: cross_entropy(x[..., :-1, :].contiguous()),
-    "by axis": lambda run, x, rng: functional.cross_entropy(x.mT, labels_for(x)),
-    "per row": lambda run, x, rng: per_row(x),
-    "z": lambda run, x, rng: of_each(x.logsumexp(-1).square()),
-    "z keepdim": lambda run, x, rng: x.logsumexp(-1, keepdim=True).square().mean(),
-    "entropy": lambda run, x, rng: of_each(entropy(x)),
-    "divergence": lambda run, x, rng: divergence(x, run.held[0] if run.held[0].shape == x.shape else x / 2),
-    "gather": lambda run, x, rng: of_each(x.log_softmax(-1).gather(-1, tokens_for(x))),
-    "selected": lambda run, x, rng: of_each(selected(x)),
-    "masked": lambda run, x, rng: x[labels_for(x) != -100].square().mean(),
-    "squares": lambda run, x, rng: of_each(x.square()),
-    "checkpoint": lambda run, x, rng: checkpoint(cross_entropy, x, use_reentrant=rng.random() < 0.5),
-    "checkpoint z": lambda run, x, rng: checkpoint(
-        lambda y: of_each(y.logsumexp(-1)), x, use_reentrant=rng.random() < 0.5
-    ),
-    "labels": lambda run, x, rng: run.model(**run.batch, labels=IDS.masked_fill(~MASK, -100)).loss,
+def copies(run: Run) -> Steps:
+    return {
+        "contiguous": Tensor.contiguous,
+        "clone": Tensor.clone,
+        "reshape": lambda x: x.reshape(-1, x.shape[-1]),
+        "reshape shifted": lambda x: x[:, :-1].reshape(-1, x.shape[-1]),
+        "contiguous shifted": lambda x: x[..., :-1, :].contiguous(),
+        "float": Tensor.float,
+        "double": Tensor.double,
+        "to": lambda x: x.to(torch.float32),
+        "mask": lambda x: x[labels_for(x) != -100],
+        "cat": lambda x: torch.cat([x, x]),
+        "deepcopy": copy.deepcopy,
+    }
+
+
+def functions(run: Run) -> Steps:
+    return {
+        "head": lambda x: run.model.lm_head(x),
+        "temperature": lambda x: x / 0.7,
+        "scale": lambda x: 1.5 * x,
+        "softcap": lambda x: torch.tanh(x / 2) * 2,
+        "log_softmax": lambda x: x.log_softmax(-1),
+        "F.log_softmax": lambda x: functional.log_softmax(x, dim=-1),
+        "log_softmax in float64": lambda x: x.log_softmax(-1, dtype=torch.float64),
+        "softmax": lambda x: torch.softmax(x, dim=-1),
+        "log_softmax of places": lambda x: x.log_softmax(0),
+        "times a tensor": lambda x: x * factor_for(x),
+        "square": lambda x: x * x,
+        "where": lambda x: torch.where(factor_for(x) > 1.2, x, x.detach()),
+        "a function": Doubled.apply,
+        "the same": Same.apply,
+        "checkpoint head": lambda x: checkpoint(run.model.lm_head, x, use_reentrant=False),
+        "checkpoint": lambda x: checkpoint(lambda y: (y / 3).softmax(-1), x, use_reentrant=True),
+    }
+
+
+def changes_in_place(run: Run) -> Steps:
+    return {
+        "+=": lambda x: plus(x, run.held[0]),
+        "mul_ by places": lambda x: x.mul_(factor_for(x)),
+        "clamp_": lambda x: x.clamp_(-0.5, 0.5),
+        "x[0] = 0": lambda x: x.__setitem__(0, 0.0),
+        "x[:, 1:] *= 2": lambda x: x[:, 1:].mul_(2.0),
+        "data.mul_": lambda x: x.data.mul_(0.5),
+        "data =": lambda x: setattr(x, "data", x.data * 0.5),
+        "out=": lambda x: torch.mul(x.detach(), 2.0, out=x.detach()),
+        "numpy": lambda x: np.multiply(x.detach().numpy(), 0.5, out=x.detach().numpy()),
+        "no_grad": lambda x: torch.no_grad()(x.mul_)(0.5),
+        "a function": lambda x: Changed.apply(x, False),
+        "a function, by an alias": lambda x: Changed.apply(x, True),
+        "a function, a view": lambda x: Changed.apply(x[:, 1:], False),
+    }
+
+
+# torch does not notice these. After a function that saved its input, the ordinary gradient would be wrong.
+SILENT = {"data.mul_", "data =", "numpy"}
+
+
+def readers(run: Run) -> Steps:
+    """What they return is compared."""
+    return {
+        "item": lambda x: [x.mean().item(), x.max().item()],
+        "values": lambda x: [x],
+        "sum": lambda x: [x.sum(-1), x.logsumexp(-1)],
+        "numpy": lambda x: [torch.from_numpy(x.detach().numpy().copy())],
+        "pickle": lambda x: [pickle.loads(pickle.dumps(x.detach()))],
+        "dtype": lambda x: [x.dtype, x.shape, x.requires_grad, x.is_leaf],
+        "layout": lambda x: [x.stride(), x.is_contiguous(), x.storage_offset()],
+        "version": lambda x: [x._version, x.is_inference(), x.grad_fn is None],
+        "memory": lambda x: [x.data_ptr() == each.data_ptr() for each in run.held],
+        "entropy": lambda x: [entropy(x)],
+        "func.grad": lambda x: [torch.func.grad(lambda w: (x.detach() * w).sum())(torch.ones(()).to(x))],
+    }
+
+
+def gradients(run: Run) -> Steps:
+    def watch(x: Tensor) -> None:
+        x.retain_grad()
+        run.watched.append(x)
+
+    def count(x: Tensor) -> None:
+        """How often a hook is called that does not look at the gradient, as those of FSDP and DeepSpeed."""
+
+        def hook(grad: Tensor) -> Tensor:
+            num_calls.add_(grad.ndim == x.ndim)
+            return grad
+
+        num_calls = torch.zeros(())
+        run.read.append(num_calls)
+        x.register_hook(hook)
+
+    return {
+        "count": count,
+        "hook": lambda x: x.register_hook(lambda grad: grad * factor_for(grad)),
+        "retain_grad": watch,
+        "prehook": lambda x: x.grad_fn.register_prehook(lambda grads: tuple(grad * 2 for grad in grads)),
+        "tensor hook, removed": lambda x: x.register_hook(lambda grad: grad * 3).remove(),
+        "autograd.grad": lambda x: run.note(torch.autograd.grad(sum(run.losses), x, retain_graph=True)),
+    }
+
+
+def losses(run: Run) -> Steps:
+    return {
+        "mean": cross_entropy,
+        "sum": lambda x: cross_entropy(x, reduction="sum") / 7,
+        "none": lambda x: of_each(cross_entropy(x, reduction="none")),
+        "smoothed": lambda x: cross_entropy(x, label_smoothing=0.1),
+        "ignored": lambda x: cross_entropy(x, ignore_index=5),
+        "weighted": lambda x: cross_entropy(x, weight=torch.linspace(1, 2, x.shape[-1]).to(x.dtype)),
+        "by axis": lambda x: functional.cross_entropy(x.mT, labels_for(x)),
+        "per row": lambda x: torch.stack([cross_entropy(row) * (n + 1) for n, row in enumerate(x)]).mean(),
+        "z": lambda x: of_each(x.logsumexp(-1).square()),
+        "z keepdim": lambda x: x.logsumexp(-1, keepdim=True).square().mean(),
+        "entropy": lambda x: of_each(entropy(x)),
+        "divergence": lambda x: functional.kl_div(x.log_softmax(-1), (x / 2).detach().softmax(-1), reduction="sum"),
+        "gather": lambda x: of_each(x.log_softmax(-1).gather(-1, tokens_for(x))),
+        "selected": lambda x: of_each(selected(x)),
+        "masked": lambda x: x[labels_for(x) != -100].square().mean(),
+        "squares": lambda x: of_each(x.square()),
+        "checkpoint": lambda x: checkpoint(cross_entropy, x, use_reentrant=False),
+        "checkpoint z": lambda x: checkpoint(lambda y: of_each(y.logsumexp(-1)), x, use_reentrant=True),
+        "labels": lambda x: run.model(**run.batch, labels=IDS.masked_fill(~MASK, -100)).loss,
+    }
+
+
+KINDS: dict[str, tuple[Callable[[Run], Steps], int]] = {
+    "view": (views, 6),
+    "copy": (copies, 3),
+    "function": (functions, 4),
+    "in place": (changes_in_place, 3),
+    "reader": (readers, 3),
+    "gradient": (gradients, 1),
+    "loss": (losses, 4),
 }
-
-
-def watch(run: Run, x: Tensor) -> None:
-    x.retain_grad()
-    run.watched.append(x)
-
-
-def of_node(run: Run, x: Tensor) -> None:
-    x.grad_fn.register_prehook(lambda grads: tuple(grad * 2 for grad in grads))  # type: ignore[union-attr]
-
-
-def count(run: Run, x: Tensor) -> None:
-    """How often a hook is called that does not look at the gradient, as those of FSDP and DeepSpeed."""
-
-    def hook(grad: Tensor) -> Tensor:
-        num_calls.add_(grad.ndim == x.ndim)
-        return grad
-
-    num_calls = torch.zeros(())
-    run.read.append(num_calls)
-    x.register_hook(hook)
-
-
-GRADIENTS: dict[str, Step] = {
-    "count": lambda run, x, rng: count(run, x),
-    "hook": lambda run, x, rng: x.register_hook(lambda grad: grad * factor_for(grad)),
-    "retain_grad": lambda run, x, rng: watch(run, x),
-    "prehook": lambda run, x, rng: of_node(run, x),
-    "tensor hook, removed": lambda run, x, rng: x.register_hook(lambda grad: grad * 3).remove(),
-    "autograd.grad": lambda run, x, rng: note(run, *torch.autograd.grad(sum(run.losses), x, retain_graph=True)),
-}
-KINDS: dict[str, tuple[dict[str, Step], int]] = {
-    "view": (VIEWS, 6),
-    "copy": (COPIES, 3),
-    "function": (FUNCTIONS, 4),
-    "in place": (IN_PLACE, 3),
-    "reader": (READERS, 3),
-    "gradient": (GRADIENTS, 1),
-    "loss": (LOSSES, 4),
-}
+NAMES = {kind: [*steps(Run(None, {}))] for kind, (steps, _) in KINDS.items()}
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "": nullcontext,
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+# In float64; in float32 with everything under autocast; and with padding, which a loss must leave alone.
+WAYS: dict[str, tuple[torch.dtype, dict[str, Tensor], str]] = {
+    "float64": (torch.float64, BATCH, ""),
+    "autocast": (torch.float32, BATCH, "autocast"),
+    "padded": (torch.float64, PADDED, ""),
 }
 
 
@@ -319,18 +317,19 @@ class Line:
 
     kind: str
     name: str
-    pick: int
-    context: str
-    seed: int
+    pick: int = 0
+    context: str = ""
 
     def run(self, run: Run) -> None:
         x = run.held[-1 - self.pick % len(run.held)]
         with CONTEXTS[self.context]():
-            found = KINDS[self.kind][0][self.name](run, x, Random(self.seed))
+            found = KINDS[self.kind][0](run)[self.name](x)
+            if self.kind == "reader":
+                run.note(found)
         if self.kind == "loss":
             run.losses.append(found)
         elif self.kind in ("view", "copy", "function"):
-            run.keep(found)
+            run.held.append(found)
 
 
 Program = tuple[str, list[Line]]
@@ -350,22 +349,23 @@ START: dict[str, Callable[[Run], Tensor]] = {
 }
 
 
-def program(rng: Random, kind: str = "float64") -> Program:
+def program(seed: int, way: str) -> Program:
     """A start, and up to six lines, the last of which is a loss."""
-    kinds, weights = [*KINDS], [weight for _, weight in KINDS.values()]
-    chosen = [*rng.choices(kinds, weights, k=rng.randrange(6)), "loss"]
+    rng = Random(seed)
+    chosen = [*rng.choices([*KINDS], [weight for _, weight in KINDS.values()], k=rng.randrange(6)), "loss"]
     start = rng.choices([*START], [8, 2, 2])[0]
     lines = [line(rng, each) for each in chosen]
-    head = [] if start == "logits" else [Line("function", "head", 0, "", 0)]
-    return start, allowed([*lines[: len(lines) // 2], *head, *lines[len(lines) // 2 :]], kind)
+    head = [] if start == "logits" else [Line("function", "head")]
+    return start, allowed([*lines[: len(lines) // 2], *head, *lines[len(lines) // 2 :]], way)
 
 
-def allowed(lines: list[Line], kind: str) -> list[Line]:
+def allowed(lines: list[Line], way: str) -> list[Line]:
     """Those of which something is known.
 
     Of a silent change after a function, torch makes something itself. It crashes (2.13) if a hook is registered on a
     view after the tensor that it shows was changed in place. Only a gradient shows what is read of padding. A
     checkpoint saves its arguments in C++ (2.13), which refuses an ordinary tensor with the data of an inference tensor.
+    A view of a view becomes one of the whole memory, so that its gradient does not pass the view between (a defect).
     """
     kept: list[Line] = []
     for each in lines:
@@ -377,9 +377,11 @@ def allowed(lines: list[Line], kind: str) -> list[Line]:
             or each.context
             or each.name in ("detach", "data", "where", "+=", "clamp_")
         )
+        of_a_view_between = each.kind == "gradient" and each.pick and before.count("view") > 1
         of_inference = (each.name, each.context) == ("data =", "inference_mode")
-        mixed = each.name == "labels" and "autocast" in (each.context, kind)
-        if not (is_silent or on_changed or of_inference or mixed or (kind == "padded" and of_padding)):
+        mixed = each.name == "labels" and "autocast" in (each.context, way)
+        unknown = is_silent, on_changed, of_a_view_between, of_inference, mixed, way == "padded" and of_padding
+        if not any(unknown):
             kept.append(each)
     return kept
 
@@ -387,10 +389,10 @@ def allowed(lines: list[Line], kind: str) -> list[Line]:
 def line(rng: Random, kind: str) -> Line:
     usual = {"reader": [4, 2, 2, 1], "loss": [12, 1, 1, 2]}.get(kind, [12, 2, 1, 1])
     context = rng.choices([*CONTEXTS], usual)[0]
-    return Line(kind, rng.choice([*KINDS[kind][0]]), rng.choice([0, 0, 0, 1, 1, 2, 3, 5]), context, rng.randrange(99))
+    return Line(kind, rng.choice(NAMES[kind]), rng.choice([0, 0, 0, 1, 1, 2, 3, 5]), context)
 
 
-def run_program(model: Any, program: Program, batch: dict[str, Tensor], context: str = "") -> Run:
+def run_program(model: Any, program: Program, batch: dict[str, Tensor], context: str) -> Run:
     """The program to its end or its error, and the gradient of the sum of its losses."""
     start, lines = program
     run = Run(model, batch)
@@ -398,20 +400,20 @@ def run_program(model: Any, program: Program, batch: dict[str, Tensor], context:
     model.lm_head.weight.requires_grad_("frozen" not in start)
     try:
         with CONTEXTS[context]():
-            run.keep(START[start](run))
+            run.held.append(START[start](run))
             for each in lines:
                 each.run(run)
-            note(run, *(each.dtype for each in (*run.held, *run.losses)))
+            run.note(each.dtype for each in (*run.held, *run.losses))
         if "attention_mask" not in batch:  # a value may be read of padding, but no gradient given to it
-            note(run, *run.losses)
+            run.note(run.losses)
         total = sum(loss.double() for loss in run.losses if loss.requires_grad)
         if isinstance(total, Tensor):
             total.backward()
     except Exception as error:
         found = error.__cause__ if isinstance(error, SystemError) else error  # raised while torch looked at an argument
         run.error = found and found.with_traceback(None)  # whose frames would keep the hooks of a checkpoint in place
-    note(run, *(each.grad for each in run.watched))
-    note(run, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None] or [torch.zeros(1)]))
+    run.note(each.grad for each in run.watched)
+    run.note([torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None] or [torch.zeros(1)])])
     return run
 
 
@@ -424,17 +426,14 @@ def difference(ordinary: Run, shared: Run, bar: float) -> str:
         return f"{errors[0]!r} is {errors[1]!r}"
     if len(ordinary.read) != len(shared.read):
         return f"{len(ordinary.read)} values are {len(shared.read)}"
-    for one, other in zip(ordinary.read, shared.read, strict=True):
-        if not isinstance(one, Tensor | float):
-            found = "" if one == other else f"{one} is {other}"
-        else:
-            found = difference_of(torch.as_tensor(one), torch.as_tensor(other), bar)
-        if found:
-            return found
-    return ""
+    pairs = zip(ordinary.read, shared.read, strict=True)
+    return next(filter(None, (difference_of(one, other, bar) for one, other in pairs)), "")
 
 
-def difference_of(one: Tensor, other: Tensor, bar: float) -> str:
+def difference_of(one: Any, other: Any, bar: float) -> str:
+    if not (isinstance(one, Tensor | float) and isinstance(other, Tensor | float)):
+        return "" if one is other or one == other else f"{one} is {other}"
+    one, other = torch.as_tensor(one), torch.as_tensor(other)
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return f"{one.dtype} {one.shape} is {other.dtype} {other.shape}"
     if not torch.equal(one.isfinite(), other.isfinite()):
@@ -444,7 +443,7 @@ def difference_of(one: Tensor, other: Tensor, bar: float) -> str:
     return "" if error <= bar * scale else f"off by {float(error)} of {float(scale)}"
 
 
-def bar_of(program: Program, context: str = "") -> float:
+def bar_of(program: Program, context: str) -> float:
     """Of what casts to fewer bits, some units of them may be rounded otherwise: 16 of bfloat16."""
     if "autocast" in {context, *(each.context for each in program[1])}:
         return 2**-4
@@ -461,18 +460,19 @@ def may_refuse(program: Program, error: BaseException | None, is_padded: bool) -
     return is_padded and "attention_mask hides" in str(error)
 
 
-def compare(pair: tuple[Any, Any], program: Program, batch: dict[str, Tensor], context: str = "") -> str:
+def compare(pair: tuple[Any, Any], program: Program, way: str) -> str:
     """How they differ; "refused" for what may be refused."""
+    _, batch, context = WAYS[way]
     ordinary, shared = (run_program(model, program, batch, context) for model in pair)
-    if isinstance(shared.error, UserError) and may_refuse(program, shared.error, "attention_mask" in batch):
+    if isinstance(shared.error, UserError) and may_refuse(program, shared.error, way == "padded"):
         return "refused"
     return difference(ordinary, shared, bar_of(program, context))
 
 
-def tiny_pair(dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
+def tiny_pair(way: str = "float64") -> tuple[Any, Any]:
     """An OPT, whose arithmetic is that of its weights throughout: untouched, and shared."""
     sizes = {"vocab_size": V, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "num_hidden_layers": 1}
-    models = [tiny_model("OPTForCausalLM", **sizes, num_attention_heads=2).to(dtype).train() for _ in range(2)]
+    models = [tiny_model("OPTForCausalLM", **sizes, num_attention_heads=2).to(WAYS[way][0]).train() for _ in range(2)]
     for model in models:
         model.config.use_cache = False
     return models[0], share_prefixes(models[1], min_ratio=0.0)

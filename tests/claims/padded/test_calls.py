@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from torch.nn.functional import cross_entropy
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf.padded.calls import LEARNS_NOTHING
-from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 from tests.support.batches import PaddedBatch, pad
 from tests.support.models import tiny_hybrid, tiny_qwen3
+from tests.support.steps import same_gradient
 
 BAR = 1e-12
 ROWS = [[7, 8, 9, 1, 2], [7, 8, 9, 3], [7, 8, 5, 6, 4, 4], [7, 8, 9, 1]]
@@ -29,67 +30,58 @@ def batch() -> PaddedBatch:
     return pad(np.random.default_rng(0), ROWS, [2, 1, 0, 3], np.zeros((4, 8), dtype=np.int64), positions=None)
 
 
-def inputs_that_are_views(model: Any, batch: PaddedBatch) -> Tensor:
-    views = {name: x.t().contiguous().t() for name, x in batch.inputs.items()}
-    return model(**views, use_cache=False).logits[batch.kept].log_softmax(-1)[:, 3].mean()
-
-
-def positional_arguments(model: Any, batch: PaddedBatch) -> Tensor:
-    hidden = model.model(batch.inputs["input_ids"], batch.inputs["attention_mask"], use_cache=False)[0]
-    return model.lm_head(hidden)[batch.kept].log_softmax(-1)[:, 3].mean()
-
-
-def tuples(model: Any, batch: PaddedBatch) -> Tensor:
-    logits = model(**batch.inputs, use_cache=False, return_dict=False)[0]
+def scored(logits: Tensor, batch: PaddedBatch) -> Tensor:
     return logits[batch.kept].log_softmax(-1)[:, 3].mean()
 
 
-CALLS = [
-    inputs_that_are_views,
-    positional_arguments,
-    tuples,
-]
+def logits_of_views(model: Any, batch: PaddedBatch) -> Tensor:
+    return model(**{name: x.t().contiguous().t() for name, x in batch.inputs.items()}, use_cache=False).logits
 
 
-@pytest.mark.parametrize("loss", CALLS, ids=lambda loss: loss.__name__)
-def test_the_gradient(tiny_qwen3: Callable[..., Any], batch: PaddedBatch, loss: Callable[..., Tensor]) -> None:
-    ordinary = tiny_qwen3()
-    with float64_throughout(ordinary):
-        shared = share_prefixes(deepcopy(ordinary), min_ratio=0.0)
-        truth = gradients_of(ordinary, lambda: [loss(ordinary, batch)])
-        found = gradients_of(shared, lambda: [loss(shared, batch)])
-    rung = compare_gradients("float64", truth, truth, found)
-    assert rung.passed and rung.worst.radix <= BAR, rung.reason
-    assert sharing_report(shared).num_shared >= 1 and not sharing_report(shared).not_shared, sharing_report(shared)
+def logits_by_position(model: Any, batch: PaddedBatch) -> Tensor:
+    return model.lm_head(model.model(batch.inputs["input_ids"], batch.inputs["attention_mask"], use_cache=False)[0])
+
+
+def logits_in_a_tuple(model: Any, batch: PaddedBatch) -> Tensor:
+    return model(**batch.inputs, use_cache=False, return_dict=False)[0]
+
+
+CALLS = [logits_of_views, logits_by_position, logits_in_a_tuple]
+
+
+@pytest.mark.parametrize("logits_of", CALLS, ids=lambda call: call.__name__)
+def test_the_gradient(batch: PaddedBatch, logits_of: Callable[..., Tensor]) -> None:
+    model = tiny_qwen3()
+    share = partial(share_prefixes, min_ratio=0.0)
+    same_gradient(model, lambda model: scored(logits_of(model, batch), batch), share)
+    assert sharing_report(model).num_shared >= 1 and not sharing_report(model).not_shared, sharing_report(model)
+
+
+def check_values(model: Any, batch: PaddedBatch, layers: Any) -> None:
+    """Logits and hidden states are those of the untouched model; states of layers that are not wanted are None."""
+    wanted = {**batch.inputs, "use_cache": False, "output_hidden_states": layers}
+    shared = share_prefixes(deepcopy(model), min_ratio=0.0)
+    truth, found = ([each.logits, *(each.hidden_states or ())] for each in (model(**wanted), shared(**wanted)))
+    for one, other in zip(truth, found, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or (other - one)[batch.kept].norm() <= BAR * one[batch.kept].norm()
+    assert sharing_report(shared).num_shared == 1
 
 
 @pytest.mark.parametrize(
     ("mode", "training"), [(torch.no_grad, False), (torch.inference_mode, True), (torch.enable_grad, False)]
 )
-def test_values(tiny_qwen3: Callable[..., Any], batch: PaddedBatch, mode: Any, training: bool) -> None:
+def test_values(batch: PaddedBatch, mode: Any, training: bool) -> None:
     """As a reference model and an evaluation call it."""
-    ordinary = tiny_qwen3().train(training)
-    with float64_throughout(ordinary), mode():
-        shared = share_prefixes(deepcopy(ordinary), min_ratio=0.0)
-        outputs = [model(**batch.inputs, use_cache=False, output_hidden_states=True) for model in (ordinary, shared)]
-    for truth, found in zip(*([each.logits, *each.hidden_states] for each in outputs), strict=True):
-        assert found.shape == truth.shape
-        assert (found - truth)[batch.kept].norm() <= BAR * truth[batch.kept].norm()
-    assert sharing_report(shared).num_shared == 1
+    model = tiny_qwen3().train(training)
+    with float64_throughout(model), mode():
+        check_values(model, batch, layers=True)
 
 
 @pytest.mark.parametrize("layers", [[0, -1], [1], -1, []])
-def test_hidden_states_of_some_layers(tiny_qwen3: Callable[..., Any], batch: PaddedBatch, layers: Any) -> None:
-    """The others are None."""
-    ordinary = tiny_qwen3()
-    wanted = {**batch.inputs, "use_cache": False, "output_hidden_states": layers}
-    with float64_throughout(ordinary):
-        shared = share_prefixes(deepcopy(ordinary), min_ratio=0.0)
-        truth, found = (model(**wanted).hidden_states or () for model in (ordinary, shared))
-    assert [each is None for each in found] == [each is None for each in truth]
-    for one, other in zip(truth, found, strict=True):
-        assert one is None or (other - one)[batch.kept].norm() <= BAR * one[batch.kept].norm()
-    assert sharing_report(shared).num_shared == 1
+def test_hidden_states_of_some_layers(batch: PaddedBatch, layers: Any) -> None:
+    with float64_throughout(model := tiny_qwen3()):
+        check_values(model, batch, layers)
 
 
 def collated(model: Any, batch: PaddedBatch) -> Any:
@@ -98,15 +90,14 @@ def collated(model: Any, batch: PaddedBatch) -> Any:
 
 
 def padded(model: Any, batch: PaddedBatch) -> Any:
-    return model(**batch.inputs, use_cache=False).logits[batch.kept].log_softmax(-1)[:, 3].mean()
+    return scored(model(**batch.inputs, use_cache=False).logits, batch)
 
 
 @pytest.mark.parametrize("loss", [padded, collated], ids=lambda loss: loss.__name__)
-@pytest.mark.parametrize("make", ["tiny_qwen3", "tiny_hybrid"])
-def test_a_default_device_of_another_kind(make: str, batch: PaddedBatch, loss: Any) -> None:
+@pytest.mark.parametrize("make", [tiny_qwen3, partial(tiny_hybrid, "Qwen3.5")], ids=["Qwen3", "Qwen3.5"])
+def test_a_default_device_of_another_kind(make: Any, batch: PaddedBatch, loss: Any) -> None:
     """As after `torch.set_default_device("cuda")`; what stays on the host says so."""
-    model = tiny_qwen3() if make == "tiny_qwen3" else tiny_hybrid("Qwen3.5")
-    share_prefixes(model, min_ratio=0.0)
+    model = share_prefixes(make(), min_ratio=0.0)
     expected = gradients_of(model, lambda: [loss(model, batch)])
     with torch.device("meta"):
         found = gradients_of(model, lambda: [loss(model, batch)])
@@ -124,7 +115,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("reads", READERS)
-def test_a_loss_that_reads_padding_is_refused(tiny_qwen3: Callable[..., Any], reads: str) -> None:
+def test_a_loss_that_reads_padding_is_refused(reads: str) -> None:
     """In the backward pass, because only the loss knows what it reads."""
     ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 0, 0, 0]])
     model = share_prefixes(tiny_qwen3())
@@ -135,7 +126,7 @@ def test_a_loss_that_reads_padding_is_refused(tiny_qwen3: Callable[..., Any], re
     assert sharing_report(model).num_shared == 1
 
 
-def test_the_first_label_after_left_padding_is_refused(tiny_qwen3: Callable[..., Any]) -> None:
+def test_the_first_label_after_left_padding_is_refused() -> None:
     """It is predicted from padding. Hugging Face's own loss reads it, if the label is there."""
     ids = torch.tensor([[0, 7, 8, 9], [7, 8, 9, 1], [0, 0, 7, 8]])
     labels = ids.masked_fill(ids == 0, -100)
@@ -147,11 +138,6 @@ def test_the_first_label_after_left_padding_is_refused(tiny_qwen3: Callable[...,
     model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss.backward()
 
 
-def clipped(grad: Tensor) -> Tensor:
-    """A gradient for each token, no longer than 0.01."""
-    return grad * (0.01 / grad.norm(dim=-1, keepdim=True).clamp(min=0.01))
-
-
 def kept_by_hook(x: Tensor, loss: Tensor) -> Any:
     found: list[Any] = []
     x.register_hook(found.append)
@@ -161,13 +147,7 @@ def kept_by_hook(x: Tensor, loss: Tensor) -> Any:
 
 ASKS = {
     "a hook that keeps it": lambda output, loss: kept_by_hook(output.hidden_states[-1], loss),
-    "a hook that asks first": lambda output, loss: (
-        output.hidden_states[-1].register_hook(lambda grad: None if grad is None else print(grad.norm())),
-        loss.backward(),
-    ),
     "retain_grad": lambda output, loss: (output.hidden_states[-1].retain_grad(), loss.backward()),
-    "a hook": lambda output, loss: (output.hidden_states[-1].register_hook(clipped), output.clear(), loss.backward()),
-    "autograd.grad": lambda output, loss: torch.autograd.grad(loss, output.hidden_states[-1]),
     "autograd.grad, the loss reads it too": lambda output, loss: torch.autograd.grad(
         loss + output.hidden_states[-1][0].square().mean(), output.hidden_states[-1]
     ),
@@ -175,13 +155,11 @@ ASKS = {
 
 
 @pytest.mark.parametrize("asks", ASKS)
-def test_a_gradient_at_hidden_states_that_is_asked_for_after_the_head(
-    tiny_qwen3: Callable[..., Any], batch: PaddedBatch, asks: str
-) -> None:
+def test_a_gradient_at_hidden_states_that_is_asked_for_after_the_head(batch: PaddedBatch, asks: str) -> None:
     """The head had one row for equal ones, so it is refused."""
     model = share_prefixes(tiny_qwen3(), min_ratio=0.0)
     output = model(**batch.inputs, use_cache=False, output_hidden_states=True)
-    loss = output.logits[batch.kept].log_softmax(-1)[:, 3].mean()
+    loss = scored(output.logits, batch)
     with pytest.raises(UserError, match="gradient at each place"):
         ASKS[asks](output, loss)
 
@@ -216,7 +194,7 @@ LEARN_NOTHING: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", ["padded", "without padding", "collated"])
 @pytest.mark.parametrize("name", LEARN_NOTHING)
 @pytest.mark.filterwarnings("ignore:.*merge")
-def test_a_model_that_learns_nothing(tiny_qwen3: Callable[..., Any], name: str, kind: str) -> None:
+def test_a_model_that_learns_nothing(name: str, kind: str) -> None:
     """Training it is torch's own error, as without sharing."""
     ids = torch.tensor([[7, 8, 9, 1], [7, 8, 9, 0 if kind == "padded" else 3]])
     features = [{"input_ids": row[row != 0].tolist()} for row in ids]
@@ -236,7 +214,7 @@ def test_a_model_that_learns_nothing(tiny_qwen3: Callable[..., Any], name: str, 
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_probe_on_a_frozen_model(tiny_qwen3: Callable[..., Any], training: bool) -> None:
+def test_a_probe_on_a_frozen_model(training: bool) -> None:
     """A loss that reads padding could not be noticed without a gradient that nobody asked for."""
     ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 0, 0, 0]])
     padded = {"input_ids": ids, "attention_mask": (ids != 0).long(), "use_cache": False}
@@ -250,7 +228,7 @@ def test_a_probe_on_a_frozen_model(tiny_qwen3: Callable[..., Any], training: boo
     assert sharing_report(shared).num_shared == 2
 
 
-def test_the_cache_that_training_does_not_make(tiny_qwen3: Callable[..., Any]) -> None:
+def test_the_cache_that_training_does_not_make() -> None:
     """`config.use_cache` asks for one, and an ordinary model would return it."""
     ids = torch.tensor([[7, 8, 9, 1], [7, 8, 9, 2]])
     model = share_prefixes(tiny_qwen3())

@@ -10,20 +10,16 @@ import inspect
 import os
 import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from radixtrain import sharing_report
 from radixtrain.errors import UserError
-from radixtrain.verification.equivalence import compare_gradients
-from radixtrain.verification.oracle import gradients_of
 from tests.support import TRIES, cases
 from tests.support.batches import PaddedBatch, packed, pad
 from tests.support.models import CORE, CORE_MULTIMODAL, REST, Family
-from tests.support.steps import Pair, Reads, in_float64
+from tests.support.steps import Pair, Reads, assert_same_gradient, in_float64
 
 LONGEST = 11  # tokens; every sliding window of a tiny model is shorter
 
@@ -151,8 +147,8 @@ PACKED = packed([[1, 2, 3, 1], [1, 2, 3, 3, 2], [1, 2]])
 @pytest.mark.parametrize("name", cases(["AFMoE", "BERT as a decoder", "gpt-oss", "OPT", "Qwen3"], ["gpt-oss", "Qwen3"]))
 def test_a_packed_row_is_what_the_model_makes_of_it(name: str) -> None:
     """Whether sequences see each other depends on the model and on its cache, and stays as it is."""
-    model = family_named(name).build()
     for options in ({}, {"use_cache": False}):
+        model = family_named(name).build()
         assert_same_gradient(model, lambda each, given=options: each(**PACKED.inputs, **given).logits.square().sum())
 
 
@@ -178,11 +174,3 @@ def test_left_padding_without_positions_is_what_the_model_makes_of_it(name: str)
     batch = pad(np.random.default_rng(0), rows, left, np.zeros((3, 9), dtype=np.int64), positions=None)
     assert batch.counts_padding
     assert_same_gradient(model, lambda each: each(**batch.inputs, use_cache=False).logits[batch.kept].square().sum())
-
-
-def assert_same_gradient(model: Any, loss: Callable[[Any], torch.Tensor]) -> None:
-    with in_float64(model) as pair:
-        truth = gradients_of(pair.ordinary, lambda: [loss(pair.ordinary)])
-        found = gradients_of(pair.shared, lambda: [loss(pair.shared)])
-        rung = compare_gradients("float64", truth, truth, found)
-        assert rung.passed, f"{rung.reason}\n{sharing_report(pair.shared)}"

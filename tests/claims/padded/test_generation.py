@@ -4,14 +4,13 @@ While it generates, its calls are the ordinary ones bit for bit, so tokens and s
 Between training steps: tests/claims/trainers/test_rollouts.py.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from radixtrain import restore_model
 from tests.support import FULL, cases
-from tests.support.models import CORE
+from tests.support.models import CORE, tiny_qwen3
 from tests.support.steps import assert_generates_the_same
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -27,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", cases(WAYS, ["greedy", "sampled", "beams without a cache"]))
-def test_ways_to_generate(tiny_qwen3: Callable[..., Any], way: str) -> None:
+def test_ways_to_generate(way: str) -> None:
     """In training mode too, in which some trainers sample."""
     for training in (True, False):
         assert_generates_the_same(tiny_qwen3().train(training), **WAYS[way])

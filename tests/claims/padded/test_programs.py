@@ -1,4 +1,4 @@
-"""What programs do around a model: steps that are lost, batches without a label, labels that are no token, and whatever
+"""What programs do around a model: batches without a label, labels that are no token, and whatever
 looks through the outputs. With `share_prefixes` all of it is as with the untouched model, which runs beside it.
 """
 
@@ -17,10 +17,6 @@ from radixtrain.errors import UserError
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_arithmetic
 from tests.support.models import tiny_model, tiny_qwen3
-
-
-def causal() -> Any:
-    return tiny_qwen3()
 
 
 def scorer() -> Any:
@@ -87,46 +83,11 @@ def seen(look: Callable[[Any], Any], output: Any) -> list[Any]:
     return [x for x in numbers if x is None or isinstance(x, Tensor | bool | int)]
 
 
-# Steps that are lost, and labels that do not count or are no tokens.
+# Labels that do not count or are no tokens.
 
 IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 5, 0, 0]])
 MASK = (IDS != 0).long()
 LABELS = IDS.masked_fill(MASK == 0, -100)
-
-
-def summed_by_row(model: Any, factor: Tensor) -> Tensor:
-    """As TRL's DPO and KTO sum log-probabilities of rows."""
-    logits = model(input_ids=IDS, attention_mask=MASK, use_cache=False).logits[:, :-1]
-    logprobs = logits.log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
-    return -(factor * (logprobs * MASK[:, 1:]).sum(-1)).sum()
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("rows", [[0, 1, 2], [2]], ids=["all", "one row"])
-def test_a_step_that_overflows_is_lost(value, rows):
-    """0 times infinity is NaN at padding. A GradScaler skips the step, and halves its scale."""
-    factors = torch.ones(2, 3)
-    factors[1, rows] = value
-    scales = []
-    for model in (causal(), share_prefixes(causal(), min_ratio=0.0)):
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu", init_scale=4.0)
-        for factor in factors:
-            optimizer.zero_grad()
-            scaler.scale(summed_by_row(model, factor)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-    assert scales == [4.0, 2.0] * 2
-
-
-def test_an_overflow_hides_no_label_of_padding():
-    model = share_prefixes(causal(), min_ratio=0.0)
-    logits = model(input_ids=IDS, attention_mask=MASK, use_cache=False).logits
-    loss = float("inf") * logits[0, 0].logsumexp(-1) + logits[2, 4].logsumexp(-1)
-    with pytest.raises(UserError, match="reads 1 places that attention_mask hides"):
-        loss.backward()
 
 
 def cross_entropy(model: Any, labels: Tensor, **options: Any) -> Tensor:
@@ -153,7 +114,7 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 def test_a_batch_in_which_no_label_counts(name, dtype):
     """Its gradient is 0, whatever the loss is divided by, so that it leaves that of the other micro-batches."""
     found = []
-    for model in (causal(), share_prefixes(causal(), min_ratio=0.0)):
+    for model in (tiny_qwen3(), share_prefixes(tiny_qwen3(), min_ratio=0.0)):
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             loss = LOSSES[name](model, torch.full_like(LABELS, -100))
         loss.backward()
@@ -162,48 +123,51 @@ def test_a_batch_in_which_no_label_counts(name, dtype):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", ["the model's", "of hidden states"])
-def test_a_gradient_of_a_gradient_is_refused(name):
+def of_places(model: Any) -> Tensor:
+    return model.model(input_ids=IDS, attention_mask=MASK, use_cache=False).last_hidden_state[:, 0].square().sum()
+
+
+@pytest.mark.parametrize("loss_of", [of_places, lambda model: own_loss(model, LABELS)], ids=["hidden", "the model's"])
+def test_a_gradient_of_a_gradient_is_refused(loss_of):
     """A Hessian-vector product asks for that of the weights only, where torch's `once_differentiable` is silent."""
-    model = share_prefixes(causal(), min_ratio=0.0)
-    hidden = model.model(input_ids=IDS, attention_mask=MASK, use_cache=False).last_hidden_state
-    loss = hidden[:, 0].square().sum() if name == "of hidden states" else own_loss(model, LABELS)
+    model = share_prefixes(tiny_qwen3(), min_ratio=0.0)
     with pytest.raises(UserError, match=r"create_graph=True.* restore_model"):
-        torch.autograd.grad(loss, list(model.parameters()), create_graph=True, allow_unused=True)
+        torch.autograd.grad(loss_of(model), list(model.parameters()), create_graph=True, allow_unused=True)
 
 
 @pytest.mark.parametrize(("has_padding", "name"), [(False, "a sum"), (True, "a sum"), (True, "the model's loss")])
 def test_several_gradients_at_once_are_refused(has_padding, name):
     """One for each row, say: torch maps over them, and nothing in them can be looked at."""
-    model = share_prefixes(causal(), min_ratio=0.0)
+    model = share_prefixes(tiny_qwen3(), min_ratio=0.0)
     mask = MASK if has_padding else torch.ones_like(MASK)
     output = model(input_ids=IDS, attention_mask=mask, labels=LABELS, use_cache=False)
     losses = output.logits[:, 0].square().sum(-1) if name == "a sum" else output.loss.expand(2)
+    options = {"is_grads_batched": True, "allow_unused": True}
     with pytest.raises(UserError, match=r"is_grads_batched=True.* restore_model"):
-        torch.autograd.grad(
-            losses, list(model.parameters()), torch.eye(len(losses)), is_grads_batched=True, allow_unused=True
-        )
+        torch.autograd.grad(losses, list(model.parameters()), torch.eye(len(losses)), **options)
 
 
 @pytest.mark.parametrize("label", [-1, 50])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_label_that_is_no_token(name, label):
     """Some pipelines mark with -1 what is not trained. As an index it would be the last token of the vocabulary."""
-    labels = LABELS.clone()
-    labels[1, 2] = label
-    for model in (causal(), share_prefixes(causal(), min_ratio=0.0)):
+    for model in (tiny_qwen3(), share_prefixes(tiny_qwen3(), min_ratio=0.0)):
         with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
-            LOSSES[name](model, labels)
+            LOSSES[name](model, with_label(LABELS, label))
+
+
+def with_label(labels: Tensor, label: int) -> Tensor:
+    """Labels one of which is this."""
+    return labels.index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(label))
 
 
 @pytest.mark.parametrize("label", [-1, 50])
 def test_what_trl_makes_of_a_label_that_is_no_token(label):
     """It is no error there. Packed with its row into one number it would be a token of the row beside."""
     functions = pytest.importorskip("trl.trainer.utils", reason="pip install trl")
-    labels = LABELS[:, 1:].clamp(min=0)
-    labels[1, 2] = label
+    labels = with_label(LABELS[:, 1:].clamp(min=0), label)
     found = []
-    for model in (causal(), share_prefixes(causal(), min_ratio=0.0)):
+    for model in (tiny_qwen3(), share_prefixes(tiny_qwen3(), min_ratio=0.0)):
         hidden = model.model(input_ids=IDS, attention_mask=MASK, use_cache=False).last_hidden_state[:, :-1]
         rows = hidden.reshape(-1, hidden.shape[-1]), model.lm_head.weight, None, labels.flatten()
         found.append(functions._ChunkedLogProbFunction.apply(*rows, 1.0, 16)[0][MASK[:, 1:].flatten().bool()])

@@ -18,7 +18,8 @@ from radixtrain.verification.oracle import (
     ordinary_one_by_one,
     radix_batch,
 )
-from tests.support.steps import FEATURES, ONE_KIND, PROMPT, Build, assert_exact, batch_of, same
+from tests.support.models import tiny_hybrid
+from tests.support.steps import FEATURES, ONE_KIND, PROMPT, assert_exact, batch_of, same
 
 OTHERS = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in ([5, 4, 3, 2, 7, 1], [5, 4, 3, 2, 7, 9, 9], [5, 6])]
 
@@ -33,19 +34,9 @@ def gradients_by_stock_names(model: Any) -> Any:
     return replace(found, tensors=tensors)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@ONE_KIND
-def test_of_transformers(tiny_hybrid: Build, kind: str, use_reentrant: bool) -> None:
-    """It computes a layer's `forward` again, without the layer's hooks."""
-    model = tiny_hybrid(kind)
-    truth = float64_truth(model, FEATURES)
-    share_prefixes(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    assert_exact(model, truth)
-
-
 @pytest.mark.parametrize("implementation", CheckpointImpl)
 @ONE_KIND
-def test_around_a_layer(tiny_hybrid: Build, kind: str, implementation: CheckpointImpl) -> None:
+def test_around_a_layer(kind: str, implementation: CheckpointImpl) -> None:
     """As FSDP and Lightning do: the whole layer runs again, its hooks too."""
     model = tiny_hybrid(kind)
     truth = float64_truth(model, FEATURES)
@@ -56,9 +47,12 @@ def test_around_a_layer(tiny_hybrid: Build, kind: str, implementation: Checkpoin
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_two_batches_before_the_backward_pass(tiny_hybrid: Build, use_reentrant: bool) -> None:
-    """Each is computed again with its own tree, and an ordinary batch between them without one."""
-    model = tiny_hybrid("Qwen3.5")
+@ONE_KIND
+def test_two_batches_before_the_backward_pass(kind: str, use_reentrant: bool) -> None:
+    """transformers computes a layer's `forward` again, without the layer's hooks: each batch with its own tree, and an
+    ordinary one between them without one.
+    """
+    model = tiny_hybrid(kind)
     ids = torch.tensor([PROMPT])
 
     def terms() -> Iterator[Tensor]:

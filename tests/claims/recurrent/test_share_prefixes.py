@@ -12,12 +12,13 @@ from radixtrain import share_prefixes, sharing_report
 from radixtrain.tree.runs import RunLayout, runs_of_segments
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 from tests.support.batches import padded
-from tests.support.steps import ONE_KIND, ROWS, Build, assert_exact, assert_generates_the_same
+from tests.support.models import tiny_hybrid
+from tests.support.steps import ONE_KIND, ROWS, assert_exact
 
 
 @ONE_KIND
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_pairs(tiny_hybrid: Build, monkeypatch: pytest.MonkeyPatch, kind: str, side: str) -> None:
+def test_pairs(monkeypatch: pytest.MonkeyPatch, kind: str, side: str) -> None:
     """Values and gradients of every kept token, with forks wherever they can be."""
     kept: list[int] = []
 
@@ -44,7 +45,7 @@ def test_pairs(tiny_hybrid: Build, monkeypatch: pytest.MonkeyPatch, kind: str, s
 
 
 @pytest.mark.parametrize(("kind", "bias"), [("LFM2", "conv_bias"), ("Bamba", "mamba_proj_bias")])
-def test_left_padding_that_reaches_the_state(tiny_hybrid: Build, kind: str, bias: str) -> None:
+def test_left_padding_that_reaches_the_state(kind: str, bias: str) -> None:
     """Hugging Face's own padding does, through a bias: its values are kept, with positions given or not."""
     batch = padded(ROWS[:4], "left")
     positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -57,7 +58,3 @@ def test_left_padding_that_reaches_the_state(tiny_hybrid: Build, kind: str, bias
     assert not sharing_report(model).num_shared and "reaches the state" in str(sharing_report(model))
     model(**padded(ROWS[:4], "right"), use_cache=False)
     assert sharing_report(model).num_shared == 1
-
-
-def test_generation(tiny_hybrid: Build) -> None:
-    assert_generates_the_same(tiny_hybrid("Qwen3.5").eval())

@@ -1,6 +1,7 @@
 """`share_prefixes` of a hybrid: copies, pickles, what it leaves, and third-party hooks."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -9,19 +10,21 @@ from torch import nn
 
 from radixtrain import restore_model, share_prefixes
 from radixtrain.hf.backbone import mixers_of
-from radixtrain.verification.oracle import float64_throughout, float64_truth
+from radixtrain.verification.oracle import float64_truth
 from tests.support.batches import padded
-from tests.support.steps import FEATURES, ONE_KIND, ROWS, Build, assert_exact, batch_of, mixers_in
+from tests.support.models import tiny_hybrid
+from tests.support.steps import FEATURES, ONE_KIND, ROWS, assert_exact, batch_of, mixers_in
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
 @ONE_KIND
-def test_a_deep_copy(tiny_hybrid: Build, kind: str) -> None:
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy(kind: str, duplicate: Any) -> None:
     """It runs on its own weights, has its own calls, and is saved as an ordinary model."""
     model = tiny_hybrid(kind)
     truth = float64_truth(model, FEATURES)
-    copied = copy.deepcopy(share_prefixes(model))
+    copied = duplicate(share_prefixes(model))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -29,23 +32,6 @@ def test_a_deep_copy(tiny_hybrid: Build, kind: str) -> None:
     assert mixers_in(copied) and all(mixer.module in modules for mixer in mixers_in(copied))
     assert_exact(copied, truth)
     assert copied.state_dict().keys() == tiny_hybrid(kind).state_dict().keys()
-
-
-def test_pickled_for_a_fresh_process(tiny_hybrid: Build, fresh: Any, tmp_path: Any) -> None:
-    model = share_prefixes(tiny_hybrid("Qwen3.5"))
-    path = tmp_path / "model.pt"
-    torch.save((model, batch_of()), path)
-    code = f"""
-import torch
-model, batch = torch.load({str(path)!r}, weights_only=False)
-from radixtrain.verification.oracle import float64_throughout
-with float64_throughout(model):
-    print(model(**batch).loss.item())
-"""
-    returned, ran = fresh(code)
-    assert returned == 0, ran.said()
-    with float64_throughout(model):
-        assert float(ran.printed().split()[-1]) == pytest.approx(model(**batch_of()).loss.item(), rel=1e-12)
 
 
 def left_on(model: nn.Module) -> list[Any]:
@@ -58,7 +44,7 @@ def left_on(model: nn.Module) -> list[Any]:
 
 
 @ONE_KIND
-def test_restore_undoes_it(tiny_hybrid: Build, kind: str) -> None:
+def test_restore_undoes_it(kind: str) -> None:
     model = tiny_hybrid(kind)
     model.gradient_checkpointing_enable()
     before = left_on(model)
@@ -73,7 +59,7 @@ def test_restore_undoes_it(tiny_hybrid: Build, kind: str) -> None:
 @pytest.mark.usefixtures("hooks_that_may_stay")
 @ONE_KIND
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_of_accelerate(tiny_hybrid: Build, kind: str, when: str) -> None:
+def test_hooks_of_accelerate(kind: str, when: str) -> None:
     """They replace the `forward` of a module, as ours do, in either order; ours runs inside or outside of it."""
     from accelerate.hooks import ModelHook, add_hook_to_module
 
@@ -104,7 +90,7 @@ def test_hooks_of_accelerate(tiny_hybrid: Build, kind: str, when: str) -> None:
 
 @ONE_KIND
 @pytest.mark.usefixtures("without_the_trial")
-def test_a_forward_that_replaces_ours_is_refused(tiny_hybrid: Build, kind: str) -> None:
+def test_a_forward_that_replaces_ours_is_refused(kind: str) -> None:
     """As `kernelize` does, at every change between training and evaluation if `use_kernels` is set."""
     model = share_prefixes(tiny_hybrid(kind))
     module = mixers_in(model)[0].module

@@ -1,6 +1,5 @@
 """The rungs of the ladder: independent of each other, in the precision they name, with the model unchanged after."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,8 @@ from radixtrain.verification.oracle import (
     ordinary_padded,
     weights_in,
 )
+from tests.support.models import tiny_qwen3
+from tests.support.steps import same
 
 FEATURES = [
     {"input_ids": [7, 8, 9, 1, 2], "labels": [-100, 8, 9, 1, 2]},
@@ -27,7 +28,7 @@ FEATURES = [
 ]
 
 
-def test_the_loss_is_the_mean_over_labelled_tokens(tiny_qwen3: Callable[..., Any]) -> None:
+def test_the_loss_is_the_mean_over_labelled_tokens() -> None:
     """Written out by hand: log-softmax of the model's logits, picked and averaged over the five labels."""
     model, picked = tiny_qwen3(), []
     with float64_throughout(model):
@@ -41,21 +42,18 @@ def test_the_loss_is_the_mean_over_labelled_tokens(tiny_qwen3: Callable[..., Any
             assert loss == pytest.approx(-sum(picked) / 5, rel=1e-12)
 
 
-def test_two_ordinary_ways_agree_in_float64(tiny_qwen3: Callable[..., Any]) -> None:
+def test_two_ordinary_ways_agree_in_float64() -> None:
     """Also if positions jump: without a mask that starts another document."""
     features = [{**f, "position_ids": [2 * p + 3 for p in range(len(f["input_ids"]))]} for f in FEATURES]
     model = tiny_qwen3()
     truth = float64_truth(model, features)
+    assert {tensor.dtype for tensor in truth.tensors.values()} == {torch.float64}
     with float64_throughout(model):
-        padded = gradients_of(model, lambda: ordinary_padded(model, features))
-    assert padded.loss == pytest.approx(truth.loss, rel=1e-12)
-    for name, tensor in truth.tensors.items():
-        assert tensor.dtype == torch.float64
-        assert (padded.tensors[name] - tensor).norm() <= 1e-12 * tensor.norm(), name
+        same(truth, gradients_of(model, lambda: ordinary_padded(model, features)))
 
 
 @pytest.mark.filterwarnings("error")
-def test_stored_rows_are_only_read(tiny_qwen3: Callable[..., Any], request: pytest.FixtureRequest) -> None:
+def test_stored_rows_are_only_read(request: pytest.FixtureRequest) -> None:
     """As those of a token store, whose arrays cannot be written to: torch warns of tensors on them, by default once."""
     request.addfinalizer(partial(torch.set_warn_always, torch.is_warn_always_enabled()))
     torch.set_warn_always(True)
@@ -81,7 +79,7 @@ class _SeesDtypes(TorchDispatchMode):
         return out
 
 
-def test_nothing_is_cast_to_float32(tiny_qwen3: Callable[..., Any]) -> None:
+def test_nothing_is_cast_to_float32() -> None:
     model = tiny_qwen3()
     with float64_throughout(model), _SeesDtypes() as seen:
         gradients_of(model, lambda: ordinary_one_by_one(model, FEATURES))
@@ -92,37 +90,33 @@ def test_nothing_is_cast_to_float32(tiny_qwen3: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_stays_in_float64(tiny_qwen3: Callable[..., Any], use_reentrant: bool) -> None:
+def test_activation_checkpointing_stays_in_float64(use_reentrant: bool) -> None:
     """So does what the backward pass recomputes, and a backward pass inside a backward pass."""
     model = tiny_qwen3().train()
     plain = float64_truth(model, FEATURES)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
-    recomputed = float64_truth(model, FEATURES)
-    for name, tensor in plain.tensors.items():
-        assert (recomputed.tensors[name] - tensor).norm() <= 1e-12 * tensor.norm(), name
+    same(plain, float64_truth(model, FEATURES))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_weights_come_back(tiny_qwen3: Callable[..., Any], dtype: torch.dtype) -> None:
+def test_the_weights_come_back(dtype: torch.dtype) -> None:
     """Bit for bit, in the same `nn.Parameter` objects, buffers in their own dtype, and tied if they were."""
     model = tiny_qwen3().to(dtype)
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.float()
-    before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    parameters = list(model.parameters())
+    state = dict([*model.named_parameters(), *model.named_buffers()])
+    before = {name: tensor.clone() for name, tensor in state.items()}
     model(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
     with pytest.raises(RuntimeError, match="on the way"), float64_throughout(model):
         assert model.lm_head.weight.dtype == torch.float64
         raise RuntimeError("on the way")
-    after = dict([*model.named_parameters(), *model.named_buffers()])
-    for name, tensor in before.items():
-        assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
-    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert tensor is state[name] and tensor.dtype == before[name].dtype and torch.equal(tensor, before[name]), name
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert all(parameter.grad is None for parameter in parameters)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_flash_attention_is_sdpa_meanwhile(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_is_sdpa_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn is not needed: the model only has its name."""
     model = tiny_qwen3()
     truth = float64_truth(model, FEATURES)
