@@ -194,7 +194,7 @@ def _change_split(change: Callable[[dict[str, Any], int, int], dict[str, Any]]) 
     from radixtrain.collators import steps
 
     split = steps.split_batch
-    vars(steps)["split_batch"] = lambda batch, rank, size: change(split(batch, rank, size), rank, size)
+    vars(steps)["split_batch"] = lambda batch, share: change(split(batch, share), *share)
 
 
 def _collate_as(**fields: int) -> None:
