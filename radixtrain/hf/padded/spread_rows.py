@@ -74,7 +74,7 @@ class SpreadRows(Tensor):
 
     table: (R, W). place_rows: (...), int64, on the host.
     padding_row: which row of the table stands at padding; NO_ROW without any.
-    base: what it is a view of, with the whole memory; None for that itself. views: of that, itself included, by id.
+    base: what it is a view of, maybe a view too; None for what has the whole memory. views: of that memory, by id.
     modes: in which it was made. made_by: its node then.
     dense: the ordinary tensor, once there is one. dense_node: its node when it was made.
     was_read: functions read the table with gradients, so that those at the places are not complete. Of the base.
@@ -129,7 +129,7 @@ class SpreadRows(Tensor):
 
     def at(self, place_rows: IntArray, shaped: Tensor | None = None) -> SpreadRows:
         """Represent rows of the same table at other places: a copy, or a view that looks like `shaped`."""
-        base = None if shaped is None else self.memory
+        base = None if shaped is None else self
         return SpreadRows.of(self.table, place_rows, self.padding_row, self.report, shaped, base)
 
     def with_asked_rows(self) -> SpreadRows:
@@ -150,7 +150,7 @@ class SpreadRows(Tensor):
     @property
     def memory(self) -> SpreadRows:
         """Return that with the whole memory."""
-        return self if self.base is None else self.base
+        return self if self.base is None else self.base.memory
 
     @property
     def node(self) -> Any:
@@ -211,14 +211,14 @@ class SpreadRows(Tensor):
         return self.dense
 
     def _make_dense(self) -> None:
-        """Make the ordinary tensor: of the whole memory from the table, and a view as a view of that."""
+        """Make the ordinary tensor: of the whole memory from the table, and a view from what it is a view of."""
         with self.modes.entered(self.table):
             if self.base is None:
                 self.dense = at_places(self.table, self.rows.view(self.place_rows.shape), self.padding)
             else:
-                memory: Any = self.base.dense
+                viewed: Any = self.base.dense  # made before: `views` are in the order in which they were taken
                 shaped = self.shaped
-                self.dense = memory.as_strided(shaped.shape, shaped.stride(), shaped.storage_offset())
+                self.dense = viewed.as_strided(shaped.shape, shaped.stride(), shaped.storage_offset())
         self.dense_node = _node_of(self.dense)
 
     def __hash__(self) -> int:

@@ -365,7 +365,6 @@ def allowed(lines: list[Line], way: str) -> list[Line]:
     Of a silent change after a function, torch makes something itself. It crashes (2.13) if a hook is registered on a
     view after the tensor that it shows was changed in place. Only a gradient shows what is read of padding. A
     checkpoint saves its arguments in C++ (2.13), which refuses an ordinary tensor with the data of an inference tensor.
-    A view of a view becomes one of the whole memory, so that its gradient does not pass the view between (a defect).
     """
     kept: list[Line] = []
     for each in lines:
@@ -377,10 +376,9 @@ def allowed(lines: list[Line], way: str) -> list[Line]:
             or each.context
             or each.name in ("detach", "data", "where", "+=", "clamp_")
         )
-        of_a_view_between = each.kind == "gradient" and each.pick and before.count("view") > 1
         of_inference = (each.name, each.context) == ("data =", "inference_mode")
         mixed = each.name == "labels" and "autocast" in (each.context, way)
-        unknown = is_silent, on_changed, of_a_view_between, of_inference, mixed, way == "padded" and of_padding
+        unknown = is_silent, on_changed, of_inference, mixed, way == "padded" and of_padding
         if not any(unknown):
             kept.append(each)
     return kept
