@@ -56,8 +56,7 @@ def answers(model, prompts, tokenizer, **options):
     [
         ("", {"max_new_tokens": 12, "batch_size": 2}),
         ("", {"max_new_tokens": 6, "generation_kwargs": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}}),
-        ("", {"max_new_tokens": 4, "generation_kwargs": {"min_new_tokens": 4}}),
-        ("Qwen3.5", {"max_new_tokens": 6}),
+        ("Qwen3.5", {"max_new_tokens": 4, "generation_kwargs": {"min_new_tokens": 4}}),
     ],
 )
 def test_shared_prompts_change_nothing(model, tiny_hybrid, tokenizer, prompts, recurrent, options):
@@ -78,7 +77,7 @@ def test_shared_prompts_change_nothing(model, tiny_hybrid, tokenizer, prompts, r
         assert one.token_ids == tokens and one.text == tokenizer.decode(tokens, skip_special_tokens=True)
         assert one.finish_reason == ("stop" if tokens[-1] in fields["eos_token_id"] else "length")
         assert one.logprob == pytest.approx(logprob, abs=1e-11)
-    assert (shared.num_computed_tokens < shared.num_prompt_tokens) is not bool(recurrent)
+    assert (shared.num_computed_tokens == shared.num_prompt_tokens) is bool(recurrent)
 
 
 def test_answers_end_where_they_should(model, tokenizer, prompts):
@@ -92,7 +91,7 @@ def test_answers_end_where_they_should(model, tokenizer, prompts):
     [found] = answers(share_prefixes(model), prompts[:1], tokenizer, max_new_tokens=8).answers
     assert found.token_ids == free.token_ids[: free.token_ids.index(end) + 1] and found.finish_reason == "stop"
     model.generation_config.eos_token_id = None
-    for given, reason in ((end, "stop"), ([end], "stop"), (None, "length")):
+    for given, reason in ((end, "stop"), (None, "length")):
         kwargs = {"max_new_tokens": 8, "generation_kwargs": {"eos_token_id": given}}
         [same] = answers(model, prompts[:1], tokenizer, **kwargs).answers
         assert same.token_ids == (free.token_ids if given is None else found.token_ids)
@@ -108,10 +107,8 @@ def test_draws_depend_on_the_seed(model, tokenizer, prompts):
         return [each.token_ids for each in answers(model, prompts, tokenizer, **options).answers]
 
     first = drawn(1)
-    state = torch.get_rng_state()
     torch.rand(1)
     assert drawn(1) == first != drawn(2)
-    torch.set_rng_state(state)
 
 
 def test_what_only_generate_knows_is_an_error_of_the_user(model, tokenizer, prompts):
