@@ -51,7 +51,8 @@ def share_prefixes(
 
     model: a `PreTrainedModel` with any head, one wrapped by PEFT, or a module that has one Hugging Face model inside.
         In a multimodal model the text decoder is shared. Calling it again replaces the options.
-    attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`; see `tree_attention`.
+    attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`; see `tree_attention`. One by name raises
+        UserError where it cannot be exact, such as `cascade` with a window that binds; `auto` takes another.
     kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3`, `flash_attn_4`, `cudnn`, `efficient` or `eager`.
     min_shared_tokens: merge branches that would save fewer tokens; a `RadixCollator` has its own.
     min_ratio: an ordinary batch with a smaller B x L / U runs as it is.
