@@ -136,8 +136,7 @@ def test_sampled_groups_fork_from_one_prefill(name, arms, reference, tmp_path, c
     for asked, cache in caches:
         expected = Counts()
         expected.add([ids[:-1] for ids in asked])  # the last token of each is computed with its completion
-        counters = cache.counters
-        assert counters.num_computed == expected.num_unique <= counters.num_tokens / GENERATIONS
+        assert cache.counters.num_computed == expected.num_unique <= expected.num_tokens / GENERATIONS
     completions = drawn.completions
     groups = [completions[start : start + GENERATIONS] for start in range(0, len(completions), GENERATIONS)]
     assert sum(len(set(map(tuple, group))) > 1 for group in groups) > len(groups) / 2, "samples of a group differ"
