@@ -37,10 +37,7 @@ QUICK = ("ADAPTION_PROMPT", "BOFT", "IA3", "LN_TUNING", "LORA", "OFT", "TRAINABL
 ONLY_A_RANK = ("DEFT", "DELORA", "GLORA", "HIRA", "HRA", "LOHA", "PSOFT", "RANDLORA", "SHIRA", "VERA")
 # The settings that each exact kind is tried with. Target modules are PROJECTIONS unless they are given.
 EXACT_CASES: dict[str, list[dict[str, Any]]] = {
-    **{
-        kind: [{"r": 4}]
-        for kind in ["DEFT", "DELORA", "GLORA", "HIRA", "HRA", "LOHA", "PSOFT", "RANDLORA", "SHIRA", "VERA"]
-    },
+    **{kind: [{"r": 4}] for kind in ONLY_A_RANK},
     "ADALORA": [{"total_step": 10, "orth_reg_weight": 0.0}],  # `ordinary_one_by_one` knows no regularizer
     "ADAMSS": [{"r": 4, "num_subspaces": 2, "use_asa": True}],
     "ADAPTION_PROMPT": [{"adapter_len": 3, "adapter_layers": 2}],
