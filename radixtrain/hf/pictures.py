@@ -23,6 +23,7 @@ from radixtrain.hf.guards.code import has_unknown_code
 from radixtrain.hf.guards.draws import generator_states, has_drawn, set_generator_states
 from radixtrain.hf.progress import running
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
+from radixtrain.versions import transformers_is_before
 
 # Arguments of a tower with one entry on the first axis for each picture. The patches of all grids are in one list.
 OF_PICTURES = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
@@ -32,6 +33,7 @@ UNREAD = {"last_hidden_state", "hidden_states", "attentions"}
 BESIDES = {"mm_token_type_ids", "token_type_ids", "labels", "num_items_in_batch"}  # which no tower reads
 TOWER = "get_image_features"
 REPLACED = "_radix_replaced_tower"  # what an instance had there; None if that was its class's
+TOWERS_SEE_ONE_PICTURE = not transformers_is_before("5.23")  # MiniMax-M3's attended from one to another in 5.20
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -103,7 +105,7 @@ def _computed(compute: Callable[..., Any], backbone: Any, given: Mapping[str, An
     if not pictures:
         return compute(**given), Pictures(None)
     owners, first = _distinct(pictures)
-    if len(first) < len(pictures) and not _may_read_other_pictures(backbone):
+    if TOWERS_SEE_ONE_PICTURE and len(first) < len(pictures) and not _may_read_other_pictures(backbone):
         states = generator_states(device := pictures[0]["pixel_values"].device)
         chosen = {name: torch.cat([pictures[index][name] for index in first]) for name in pictures[0]}
         if counts is not None:
@@ -121,8 +123,8 @@ def _computed(compute: Callable[..., Any], backbone: Any, given: Mapping[str, An
 
 
 def _features(output: Any) -> Any:
-    """Return the features among what a tower returned; None if there are none."""
-    return output.get(FEATURES) if isinstance(output, Mapping) else None
+    """Return the features among what a tower returned; None if there are none. Some are an attribute, and no entry."""
+    return getattr(output, FEATURES, None) if isinstance(output, Mapping) else None
 
 
 def _each_has_its_gradient(pictures: Sequence[Picture]) -> bool:
@@ -218,8 +220,12 @@ def _of_every(output: Any, owners: IntArray, counts: IntArray | None) -> Any:
     output: for the distinct ones. owners: the distinct picture of each. counts: how many each row has, if rows hold
     them, whose features a tower joins.
     """
-    features, levels = output[FEATURES], output.get(LEVELS)
-    if output.keys() - UNREAD - {FEATURES, LEVELS} or any(len(level) != len(features) for level in levels or ()):
+    features, levels = _features(output), output.get(LEVELS)
+    if (
+        FEATURES not in output
+        or output.keys() - UNREAD - {FEATURES, LEVELS}
+        or any(len(level) != len(features) for level in levels or ())
+    ):
         return None
     entries = {FEATURES: _every(features, owners)}
     if counts is not None:
