@@ -74,6 +74,11 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, cache: RadixCach
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
         came = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise UserError(f"input_ids: expected a tensor (B, L) of token ids, as tokenizers return, got {came}")
+    mask = kwargs.get("attention_mask")
+    shape = getattr(mask, "shape", None)
+    if mask is not None and shape != ids.shape:  # `model.generate` would cut the prompts to the length of the mask
+        came = type(mask).__name__ if shape is None else str(tuple(shape))
+        raise UserError(f"attention_mask: expected a tensor of the shape of the ids, {tuple(ids.shape)}, got {came}")
     num_new = _setting(parts.base, kwargs, "max_new_tokens")
     num_checked = ids.shape[1] - 1 + (num_new or 1)
     with generating(model, parts, num_checked):

@@ -121,6 +121,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])},
         r"padding on the left only.*: set tokenizer.padding_side = 'left'",
     ),
+    "a shorter mask": ({"attention_mask": torch.ones(2, 2)}, r"attention_mask: .* \(2, 3\), got \(2, 2\)"),
+    "a mask as lists": ({"attention_mask": [[1, 1, 1]] * 2}, "attention_mask: .*, got list"),
     "lists": ({"input_ids": [[1, 2]]}, r"input_ids: expected a tensor \(B, L\) of token ids.*, got list"),
     "one prompt": ({"input_ids": torch.tensor([1, 2])}, r"got torch.int64 \(2,\)"),
 }
