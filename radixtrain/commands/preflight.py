@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
-from radixtrain.checkpoints.atomic import tidy_leftovers
+from radixtrain.checkpoints.atomic import delete, tidy_leftovers
 from radixtrain.checkpoints.folder import checkpoints_in
 from radixtrain.checkpoints.resolve import AUTO, resolve
 from radixtrain.commands import EVALUATING
-from radixtrain.errors import UserError, bytes_text, first_line
+from radixtrain.errors import UserError, bytes_text, first_line, only_warns
 from radixtrain.screen import print_line, without_passwords
 from radixtrain.settings.commands import RunSettings
 from radixtrain.settings.fields import flat
@@ -45,6 +46,7 @@ SAMPLES, SAMPLED_BYTES = 64, 1 << 16  # per file: enough, since other weights di
 OF_A_MACHINE = ("config", "data.cache_dir", "data.dataset_num_proc", "data.dataloader_num_workers")
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 2}
 READ = ("model.", "data.", "ckpt_path")  # settings that may name files
+HALF_WRITTEN = ("logs/*/.fit.yaml.partial", "answers/.step=*.partial")  # by a killed run; none writes these again
 
 
 def checkpoint_asked_for(output_dir: Path, settings: Any) -> str | None:
@@ -75,6 +77,9 @@ def checkpoint_of_fit(output_dir: Path, settings: Any, model: object, data: obje
     """
     ckpt_path, checkpoints = checkpoint_asked_for(output_dir, settings), output_dir / "checkpoints"
     tidy_leftovers(checkpoints)
+    with only_warns(f"what a killed run has half written in {output_dir} cannot be deleted"):
+        for path in chain.from_iterable(map(output_dir.glob, HALF_WRITTEN)):
+            delete(path)
     is_start = ckpt_path == AUTO and not checkpoints_in(checkpoints)
     chosen = None if is_start else checkpoint_to_evaluate(output_dir, ckpt_path)
     if chosen is not None:

@@ -524,6 +524,7 @@ def _run(
     from radixtrain import distributed
 
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(SECONDS_OF_RANKS - 5.0)  # what a rank that hangs is doing
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
     os.environ.update({name: str(value) for name, value in (here | there).items()})
