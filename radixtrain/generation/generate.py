@@ -24,22 +24,20 @@ from radixtrain.generation.prompt_cache import PromptCache, serving
 from radixtrain.hf.backbone import CACHE, model_inside, parts_of
 from radixtrain.hf.guards.code import third_party_hooks
 
-# Options of `model.generate` that do not go with this cache: values that request nothing, and why others are refused.
+# Options of `model.generate` that do not go with this cache, and why.
 REFUSED = {
-    "cache_implementation": ((None, "dynamic", "hybrid"), "the cache is radixtrain's"),
-    "output_attentions": ((False, None), "shared attention has no weights for each row"),
-    "output_hidden_states": ((False, None), "the rows of a step run through the layers as one sequence"),
-    "custom_generate": ((None,), "another decoding loop may read the cache itself"),
-    "trust_remote_code": (
-        (False, None),
-        "contrastive search and other loops from the Hub may read the cache themselves",
-    ),
-    "use_mtp": ((False, None), "it has a cache of its own"),
+    "cache_implementation": "the cache is radixtrain's",
+    "output_attentions": "shared attention has no weights for each row",
+    "output_hidden_states": "the rows of a step run through the layers as one sequence",
+    "custom_generate": "another decoding loop may read the cache itself",
+    "trust_remote_code": "contrastive search and other loops from the Hub may read the cache themselves",
+    "use_mtp": "it has a cache of its own",
     **dict.fromkeys(
         ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"),
-        ((None,), "proposed tokens are for a single prompt, of which nothing is shared"),
+        "proposed tokens are for a single prompt, of which nothing is shared",
     ),
 }
+NEUTRAL = (None, False, "dynamic", "hybrid")  # values of them that request nothing
 OF_TEXT = ("input_ids", "attention_mask", "negative_prompt_ids", "negative_prompt_attention_mask")
 MOST_TOKENS = 2**20  # of an answer whose length nothing limits but its end tokens and criteria
 ARGUMENT = next(name for name in CACHE if hasattr(GenerateDecoderOnlyOutput, name))  # as in what it returns
@@ -105,19 +103,17 @@ def check_arguments(model: nn.Module, cache: object, kwargs: Mapping[str, Any]) 
         if isinstance(value, Tensor) and name not in OF_TEXT:
             raise UserError(f"{name}: prompts are token ids of text; leave it out, or use model.generate")
     base = model_inside(model)
-    for name, (neutral, reason) in REFUSED.items():
-        if (value := _setting(base, kwargs, name)) not in neutral:
-            came = (
-                repr(value) if isinstance(value, bool | int | str) else type(value).__name__
-            )  # a model shows its tree
+    for name, reason in REFUSED.items():
+        if (value := _setting(base, kwargs, name)) not in NEUTRAL:
+            came = repr(value) if isinstance(value, bool | int | str) else type(value).__name__  # not a model's tree
             raise UserError(f"{name}={came} is not supported, because {reason}; leave it out, or use model.generate")
 
 
 def _setting(model: nn.Module, kwargs: Mapping[str, Any], name: str) -> Any:
-    """Return an option of a call: from its arguments, its generation_config, or the model's."""
+    """Return an option of a call: from its arguments, None too, its generation_config, or the model's."""
     configs = kwargs.get("generation_config"), getattr(model, "generation_config", None)
-    values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
-    return next((value for value in values if value is not None), None)
+    values = (getattr(config, name, None) for config in configs)
+    return kwargs[name] if name in kwargs else next((value for value in values if value is not None), None)
 
 
 PLAIN = (bool, int, float, str, dict, list, tuple, set)
@@ -134,21 +130,20 @@ def fingerprint(model: nn.Module) -> Hashable:
     configuration; and autocast. It does not depend on the mode (`train`, `eval`), our own hooks and gradients. Module
     attributes that are tensors or functions, and what a hook reads, are not covered.
 
-    Reads each device once, at the end. As slow as summing the weights: 0.2 s for 0.6 billion parameters in float32, on
-    one CPU thread.
+    Waits for the device once, at the end. As slow as summing the weights: 0.2 s for 0.6 billion parameters in float32,
+    on one CPU thread.
     """
     tensors = dict(chain(model.named_parameters(), model.named_buffers()))
-    sums: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors.values():
-        sums.setdefault(tensor.device, []).extend(word_sums(tensor))
+    base = model_inside(model)
+    sums = [each.to(base.device) for tensor in tensors.values() for each in word_sums(tensor)]
     return (
         tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items()),
-        tuple(number for on_device in sums.values() for number in torch.stack(on_device).tolist()),
+        tuple(torch.stack(sums).tolist()),
         tuple(
             (name, weakref.ref(each), third_party_hooks(each), _settings(each)) for name, each in model.named_modules()
         ),
-        repr(vars(model_inside(model).config)),
-        tuple((each.type, torch.is_autocast_enabled(each.type), torch.get_autocast_dtype(each.type)) for each in sums),
+        repr(vars(base.config)),
+        torch.is_autocast_enabled(base.device.type) and torch.get_autocast_dtype(base.device.type),
     )
 
 

@@ -7,7 +7,7 @@ and values, and attends to what is stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from radixtrain.attention import continued_attention
 from radixtrain.collators.batching import cut_by_unique_tokens
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.generation.cache import Match, Node, RadixCache, readers_of
+from radixtrain.generation.cache import Match, Node, RadixCache
 from radixtrain.hf.attention_interface import Call, Extent, Heads
 from radixtrain.hf.backbone import Parts, num_attention_layers
 from radixtrain.hf.guards.batch import check_length
@@ -84,6 +84,20 @@ class KeyValues:
         return KeyValues([layer[:, part].clone() for layer in self.layers])
 
 
+def readers_of(paths: Iterable[Sequence[Node]], device: torch.device) -> dict[Node, Readers]:
+    """Return which rows read each stored node, by the path of each row."""
+    rows: dict[Node, list[int]] = {}
+    for row, path in enumerate(paths):
+        for node in path:
+            rows.setdefault(node, []).append(row)
+    return {node: Readers.of(np.array(found), device) for node, found in rows.items()}
+
+
+def shared_by(readers: Mapping[Node, Readers], layer: int) -> list[Shared]:
+    """Return the keys and values of nodes in one layer, for those that read them."""
+    return [Shared(found, *node.rows.layers[layer], node.start) for node, found in readers.items()]
+
+
 class StoredCall(Call):
     """A forward pass on new rows of some sequences, whose earlier rows are stored.
 
@@ -131,9 +145,7 @@ class PromptCall(StoredCall):
         self.ids = on_device(tokens[first], device)
         self.tree = TreeLayout.from_plan(self.plan).to(device, non_blocking=True)
         paths = [node.path for node in nodes]
-        readers = readers_of(paths[owner] for owner in owners[first].tolist())
-        self.readers = {node: Readers.of(np.array(rows), device) for node, rows in readers.items()}
-        self.places = {node: sum(len(above.tokens) for above in node.path[:-1]) for node in self.readers}
+        self.readers = readers_of((paths[owner] for owner in owners[first].tolist()), device)
         self.stored: list[Tensor] = []
 
     def run(self) -> None:
@@ -144,10 +156,7 @@ class PromptCall(StoredCall):
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Store the keys and values of the new rows, and attend to them and to what they continue."""
         self.stored.append(torch.stack(heads[1:]))
-        shared = []
-        for node, readers in self.readers.items():
-            keys, values = node.rows.layers[len(self.ran)]
-            shared.append(Shared(readers, keys, values, self.places[node]))
+        shared = shared_by(self.readers, len(self.ran))
         del scoring["both_ways"]  # only images attend so
         return continued_attention(*heads, self.tree, shared, depths=self.depths, window=window, **scoring)
 

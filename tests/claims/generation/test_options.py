@@ -78,6 +78,15 @@ def test_as_model_generate(architecture: str, name: str) -> None:
         assert cache.num_tokens == 7 + 3, "prompts without their last tokens, of which the second shares all"
 
 
+def test_a_length_of_none_overrides_that_of_the_model() -> None:
+    """The window binds only after what the model's own setting allows."""
+    model = tiny_model("MistralForCausalLM").eval()
+    model.generation_config.max_new_tokens = 1
+    with float64_throughout(model), with_pieces_of(1):
+        expected, found = both(model, None, [[7, 8], [7, 9, 3], [4]], **LENGTH | GREEDY | {"max_new_tokens": None})
+    assert torch.equal(found, expected)
+
+
 def test_a_streamer_gets_every_token(model: Any) -> None:
     got: list[int] = []
 
