@@ -49,7 +49,7 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, cache: RadixCach
         in evaluation mode and without gradients, and is left as it was.
     inputs: or `input_ids`, (B, L), token ids, padded on the left as `attention_mask` says.
     cache: a `RadixCache` that later calls continue: a conversation, an agent. It keeps prompts as long as its budget
-        has room, and is emptied if the weights have changed. By default nothing is kept.
+        has room, and is emptied if the model has changed. By default nothing is kept.
     kwargs: of `model.generate`: `max_new_tokens`, `do_sample`, `num_return_sequences`, `num_beams`, `logits_processor`,
         `stopping_criteria`, `streamer`, `generation_config`, `tokenizer` and so on. `prefill_chunk_size` has no effect.
 
@@ -68,9 +68,9 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, cache: RadixCach
     parts = parts_of(model_inside(model))
     check_arguments(model, cache, kwargs)
     ids = kwargs.pop("input_ids", inputs)
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel() or ids.is_floating_point() or ids.min() < 0:
         came = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise UserError(f"input_ids: expected a tensor (B, L) of token ids, as tokenizers return, got {came}")
+        raise UserError(f"input_ids: expected a tensor (B, L) of token ids from 0 on, as tokenizers return, got {came}")
     mask = kwargs.get("attention_mask")
     shape = getattr(mask, "shape", None)
     if mask is not None and shape != ids.shape:  # `model.generate` would cut the prompts to the length of the mask

@@ -121,13 +121,14 @@ class PromptCache(Cache):
 
     def _prefill(self, ids: Tensor, mask: Tensor | None) -> None:
         """Compute the prompts but for their last tokens. ids: (B, L). mask: (B, L), 0 at padding; None without any."""
-        hidden = torch.zeros_like(ids, dtype=torch.bool) if mask is None else mask == 0
-        if hidden[:, -1].any() or (hidden[:, 1:] > hidden[:, :-1]).any():
+        seen = torch.ones_like(ids) if mask is None else mask
+        from_first_on = (seen == 1).long().cummax(1).values
+        if (seen != from_first_on).any() or (seen[:, -1] == 0).any():
             raise UserError(
-                "attention_mask: expected padding on the left only, and at least one token in each row: set "
-                "tokenizer.padding_side = 'left'"
+                "attention_mask: expected padding on the left only, 0 and then 1, and at least one token in each row: "
+                "set tokenizer.padding_side = 'left'"
             )
-        prompts, numbers = ids.masked_fill(hidden, -1).unique(dim=0, return_inverse=True)
+        prompts, numbers = ids.masked_fill(seen == 0, -1).unique(dim=0, return_inverse=True)
         ends = prefill(self.parts, self.stored, [row[row >= 0][:-1] for row in prompts.cpu().numpy()])
         self.width, self._paths = ids.shape[1] - 1, [ends[number].path for number in numbers.tolist()]
         self._lengths = np.array([sum(len(node.tokens) for node in path) for path in self._paths])
@@ -222,7 +223,7 @@ def serving(cache: PromptCache) -> Iterator[None]:
 
     def after(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         call = kwargs.get("radix_call")
-        return call.end(output) if isinstance(call, RowsCall) else None
+        return call.end(output) if isinstance(call, RowsCall) and call.cache is cache else None  # others may be nested
 
     base = cache.parts.base
     hooks = (

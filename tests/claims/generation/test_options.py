@@ -31,6 +31,7 @@ def raised(scores: torch.Tensor) -> torch.Tensor:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy, with end tokens": {**GREEDY, "eos_token_id": ENDS, "use_cache": False},
+    "a kind of cache": {**GREEDY, "cache_implementation": "dynamic"},
     "a generation_config": {"generation_config": GenerationConfig(max_new_tokens=7, do_sample=False, pad_token_id=0)},
     "the length of a row": {**GREEDY, "max_new_tokens": None, "max_length": 16},
     "no length but the model's": {**GREEDY, "max_new_tokens": None},
@@ -101,6 +102,15 @@ def test_a_streamer_gets_every_token(model: Any) -> None:
     assert got == found[0].tolist()
 
 
+def test_a_processor_may_generate(model: Any) -> None:
+    def answer(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        generate(model, **batch_of(PROMPTS[:1]), **GREEDY, **LENGTH)
+        return scores
+
+    expected, found = both(model, None, PROMPTS[1:], logits_processor=[answer], **GREEDY, **LENGTH)
+    assert torch.equal(found, expected)
+
+
 def test_padding_is_inferred_as_by_model_generate(model: Any) -> None:
     ids = batch_of(PROMPTS)["input_ids"]
     assert torch.equal(generate(model, ids, **GREEDY, **LENGTH), model.generate(ids, **GREEDY, **LENGTH))
@@ -134,6 +144,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mask as lists": ({"attention_mask": [[1, 1, 1]] * 2}, "attention_mask: .*, got list"),
     "lists": ({"input_ids": [[1, 2]]}, r"input_ids: expected a tensor \(B, L\) of token ids.*, got list"),
     "one prompt": ({"input_ids": torch.tensor([1, 2])}, r"got torch.int64 \(2,\)"),
+    "a label": ({"input_ids": torch.tensor([[1, -100, 2]])}, r"token ids from 0 on, .*, got torch.int64 \(1, 3\)"),
+    "a mask of other numbers": ({"attention_mask": torch.tensor([[1, 1, 1], [2, 2, 1]])}, "0 and then 1"),
 }
 
 
