@@ -117,7 +117,6 @@ def _setting(model: nn.Module, kwargs: Mapping[str, Any], name: str) -> Any:
 
 PLAIN = (bool, int, float, str, dict, list, tuple, set)
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # `training`, hooks and the like, which change no weight
-OURS = "_radixtrain"  # what sharing a model leaves on its modules
 WORDS = 1 << 20  # of a tensor that are multiplied at once: 8 MiB of products
 
 
@@ -173,5 +172,4 @@ def _factors(device: torch.device) -> Tensor:
 
 def _settings(module: nn.Module) -> str:
     """Show the attributes of a module itself that are plain values, or collections."""
-    own = {name: x for name, x in vars(module).items() if isinstance(x, PLAIN) and name not in OF_EVERY_MODULE}
-    return repr({name: x for name, x in own.items() if not name.startswith(OURS)})
+    return repr({name: x for name, x in vars(module).items() if isinstance(x, PLAIN) and name not in OF_EVERY_MODULE})

@@ -131,7 +131,7 @@ class PromptCache(Cache):
         prompts, numbers = ids.masked_fill(seen == 0, -1).unique(dim=0, return_inverse=True)
         ends = prefill(self.parts, self.stored, [row[row >= 0][:-1] for row in prompts.cpu().numpy()])
         self.width, self._paths = ids.shape[1] - 1, [ends[number].path for number in numbers.tolist()]
-        self._lengths = np.array([sum(len(node.tokens) for node in path) for path in self._paths])
+        self._lengths = from_first_on.sum(1).cpu().numpy() - 1
         self._readers = {
             node: readers
             for node, readers in readers_of(self._paths, ids.device).items()
@@ -190,9 +190,8 @@ class RowsCall(StoredCall):
         super().__init__(cache.parts, on_device(places, cache.parts.base.device), cache.longest)
         self.cache = cache
 
-    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
-        """Attend to what is stored of each row."""
-        del scoring["both_ways"]  # only images attend so
+    def attend(self, heads: Heads, window: int | None, both_ways: bool = False, **scoring: Any) -> Tensor:
+        """Attend to what is stored of each row. both_ways: as only images do."""
         return self.cache.attend(len(self.ran), heads, window, **scoring)
 
     def end(self, output: Any) -> Any:
