@@ -95,7 +95,8 @@ def readers_of(paths: Iterable[Sequence[Node]], device: torch.device) -> dict[No
 
 def shared_by(readers: Mapping[Node, Readers], layer: int) -> list[Shared]:
     """Return the keys and values of nodes in one layer, for those that read them."""
-    return [Shared(found, *node.rows.layers[layer], first=node.start) for node, found in readers.items()]
+    stored = ((node, found, node.rows.layers[layer]) for node, found in readers.items())
+    return [Shared(found, keys, values, node.start) for node, found, (keys, values) in stored]
 
 
 class StoredCall(Call):
