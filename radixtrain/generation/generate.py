@@ -133,7 +133,8 @@ def fingerprint(model: nn.Module) -> Hashable:
     """
     parts = parts_of(model_inside(model))
     device = parts.base.device
-    others = ((f"{path}.{name}", x) for path, each in model.named_modules() for name, x in vars(each).items())
+    modules = parts.decoder.named_modules()  # around it some note positions of the last call (`rope_deltas`)
+    others = ((f"{path}.{name}", x) for path, each in modules for name, x in vars(each).items())
     named = chain(model.named_parameters(), model.named_buffers(), others)
     tensors = {name: x for name, x in named if isinstance(x, Tensor)}
     sums = [each.to(device) for tensor in tensors.values() for each in word_sums(tensor)]

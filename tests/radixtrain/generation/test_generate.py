@@ -82,7 +82,7 @@ CHANGES: dict[str, Change] = {
     "every second sign": lambda model: k_proj(model).weight.data[:, 1::2].neg_(),
     "load_state_dict": load,
     "tied weights, by the other name": lambda model: model.lm_head.weight.data.mul_(1.001),
-    "a function": lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.functional.relu),
+    "a function": lambda model: vars(model.model.layers[0].mlp).update(act_fn=nn.functional.relu),
     "a tensor": lambda model: setattr(model.model.norm, "radix_test", torch.ones(1)),
     "a buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
     "a setting of a module": lambda model: setattr(model.model.norm, "variance_epsilon", 1e-3),
