@@ -153,7 +153,7 @@ def test_two_sequences():
         "radix": {
             "predictor_indices": (torch.int64, [1, 2, 4]),
             "prediction_rows": (torch.int64, [0, 1, 2]),
-            "loss_weights": (torch.float32, [1.0, 1.0, 1.0]),
+            "loss_weights": (torch.int64, [1, 1, 1]),
             "label_indices": (torch.int64, [2, 3, 5]),
             "cu_seqlens": (torch.int32, [0, 4, 6]),
         },
