@@ -20,6 +20,8 @@ from radixtrain.kernels.merge_attention import (
     Piece,
     Route,
     merge_piece,
+    route_backward,
+    route_forward,
     routed_attention,
 )
 from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
@@ -143,6 +145,25 @@ def test_one_merge_is_rounded_once(dtype: torch.dtype) -> None:
         assert torch.equal(found[0], expected.to(dtype))
         assert torch.equal(found[1][:, rows], torch.logaddexp(lse[:, rows], piece[1]))
         assert torch.equal(found[1][:, :20], lse[:, :20]) == (rows is not EVERYTHING)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_pieces_are_rounded_once(dtype: torch.dtype) -> None:
+    """Outputs are merged and shares of gradients added in float32; in 16 bits, some number of many has other bits."""
+    q, k, v, dout = random_tensors((50, 80), dtype)
+    first = Piece(EVERYTHING, EVERYTHING, ragged([50, 0], [20, 60]))
+    rest = [Piece(EVERYTHING, slice(start, start + 20), ragged([50], [20])) for start in (20, 40, 60)]
+    kernel = EagerKernel()
+    route = Route([first, *rest], kernel, SCORING)
+    out, lse = route_forward(q, k, v, None, route)
+    calls = [(q, k[piece.k_rows], v[piece.k_rows], piece.ragged, SCORING) for piece in route.pieces]
+    (merged, merged_lse), *others = (kernel.forward(*call) for call in calls)
+    merged = merged.float()
+    for other in others:
+        merge_piece(merged, merged_lse, EVERYTHING, *other)
+    assert torch.equal(out, merged.to(dtype))
+    shares = [kernel.backward(dout, *call[:3], out, lse, *call[3:])[0].float() for call in calls]
+    assert torch.equal(route_backward(dout, q, k, v, None, out, lse, route)[0], sum(shares).to(dtype))
 
 
 @FULL
