@@ -47,7 +47,7 @@ def test_two_sequences():
             "loss_weights": (long, [1, 0, 1, 0]),
             "label_indices": (long, [2, 0, 5, 0]),
             "layout": {
-                "gather_indices": [0, 1, 5, 2],
+                "gather_indices": [3, 4, 5, 2],
                 "inverse_indices": [0, 1, 3, 0, 1, 2],
                 "cu_seqlens": [0, 3, 6],
                 "segment_starts": [0, 2, 3, 4],
