@@ -112,19 +112,16 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _exchanged(parts, group)
+        ctx.group, sent = group, parts.contiguous()
+        received = torch.empty(
+            sent.shape, dtype=sent.dtype, device=sent.device
+        )  # empty_like keeps a gradient's strides
+        dist.all_to_all_single(received, sent, group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _AllToAll.apply(gradients[0], ctx.group), None
-
-
-def _exchanged(parts: Tensor, group: object) -> Tensor:
-    sent = parts.contiguous()
-    received = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)  # empty_like of a gradient has its strides
-    dist.all_to_all_single(received, sent, group=group)
-    return received
 
 
 class SplitCall(RadixCall):
