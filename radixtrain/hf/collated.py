@@ -18,7 +18,8 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import Parts, arguments_of, in_one_row, with_rows
 from radixtrain.hf.guards.batch import Options, check_batch, check_evaluation, on_device_of_rows, own_layout
-from radixtrain.hf.guards.model import verdict_of
+from radixtrain.hf.guards.model import look
+from radixtrain.hf.guards.rules import EntryPoint
 from radixtrain.hf.padded.calls import is_compiled
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
@@ -34,11 +35,13 @@ from radixtrain.tree.radix_inputs import RADIX, RadixInputs
 class CollatedBatches:
     """Runs the batches of a `RadixCollator` on one backbone.
 
+    rules: that apply when the model has changed; None if it is shared for one call, to which they applied.
     refused: why the model cannot use such a batch; None if it can.
     split: their rows over the ranks of `sp_group`; None without one.
     """
 
     options: Options
+    rules: EntryPoint | None
     refused: str | None
     split: RowSplit | None
     report: SharingReport
@@ -49,6 +52,8 @@ class CollatedBatches:
         parts: of the model, whose backbone is called with args and kwargs.
         """
         model, backbone, decoder = parts
+        if self.refused is not None:
+            raise UserError(self.refused)
         end_watch()
         check_evaluation()
         given = arguments_of(backbone, args, kwargs)
@@ -59,8 +64,8 @@ class CollatedBatches:
         num_rows = layout.num_rows if self.split is None else self._num_own_rows(self.split, radix, layout)
         check_batch(parts, head, layout, given, num_rows, allowed)
         shape = layout.num_sequences, layout.max_seqlen
-        verdict = verdict_of(model, backbone, head, allowed=allowed, shape=shape, outer=[backbone])
-        if (reason := verdict.reason) is not None:
+        verdict = look(parts, head, rules=self.rules, allowed=allowed, outer=[backbone])
+        if (reason := verdict.why_not(backbone, head, allowed, shape)) is not None:
             fix = "" if TRAIN_WITHOUT_SHARING in reason else f"; leave out what differs, or {TRAIN_WITHOUT_SHARING}"
             raise UserError(f"a batch of a RadixCollator: {reason}{fix}")
         predictors = radix.predictor_indices
@@ -68,9 +73,9 @@ class CollatedBatches:
             predictors = predictors[radix.prediction_rows]
         self._count(radix, layout, 0 if model is backbone else predictors.shape[0])
         may_bind = window_may_bind(decoder.config, layout.max_seqlen)
-        how = layout, predictors, self.options.attention, self.options.kernel, may_bind
+        how = layout, predictors, self.options.attention, self.options.kernel, may_bind, None, verdict
         call = RadixCall(*how) if self.split is None else SplitCall(self.split, *how)
-        call.token_loss, call.place_rows, call.forks = radix.token_loss, radix.place_rows, verdict.forks
+        call.token_loss, call.place_rows = radix.token_loss, radix.place_rows
         mask = no_mask(may_bind, layout.device, call)
         return {**given, "attention_mask": mask, "use_cache": False, "radix_call": call}
 

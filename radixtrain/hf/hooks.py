@@ -22,11 +22,9 @@ from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import Parts, arguments_of, mixers_of, num_attention_layers, text_decoder_of, text_layers
+from radixtrain.hf.backbone import Parts, arguments_of, text_decoder_of
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.guards.draws import generator_states, has_drawn, set_generator_states, why_refused
-from radixtrain.hf.guards.model import forget_verdicts, verdict_of
-from radixtrain.hf.guards.rules import traits_of, why_unsupported
 from radixtrain.hf.padded.calls import LEARNS_NOTHING
 from radixtrain.hf.padded.causes import with_made_masks
 from radixtrain.hf.padded.sharing import PaddedSharing
@@ -50,34 +48,24 @@ class BackboneHooks:
     """What a shared model does around its own forward pass.
 
     model: the Hugging Face model, to which trainers may add adapters.
-    num_layers: decoder layers that attend, each of which must run tree attention; None if their list has got another
-        length than the configuration says.
-    mixers: modules with a recurrent state, each of which must run on the tree.
-    traits: of the decoder when it was judged. changed: why its calls cannot be shared any more; None if they can.
     collated, padded: the two kinds of batch.
     watch: warns if nothing is shared.
     report: counts what is shared.
     split: spreads its batches over the ranks of `sp_group`; None without one.
-    drew: why no call is shared in training any more, in a program whose author did not ask for sharing.
     """
 
     model: PreTrainedModel
-    num_layers: int | None
-    mixers: list[nn.Module]
-    traits: Any
     collated: CollatedBatches
     padded: PaddedSharing
     watch: SharingWatch
     report: SharingReport
     split: SplitModel | None
-    changed: str | None = None
-    drew: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneHooks:
         """Copy the hooks; a copy of the backbone only does not copy the model around it."""
         memo[id(self)] = copied = copy(self)
-        copied.model, copied.traits = memo.get(id(self.model), self.model), None
-        for name in ("mixers", "collated", "padded", "watch", "report", "split"):
+        copied.model = memo.get(id(self.model), self.model)
+        for name in ("collated", "padded", "watch", "report", "split"):
             setattr(copied, name, deepcopy(getattr(self, name), memo))
         return copied
 
@@ -117,16 +105,14 @@ class BackboneHooks:
         running.begin(None)  # trial calls, before the kind of call is known, are ordinary
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
-        parts = Parts(self.model, backbone, text_decoder_of(backbone))
-        self._judge_again(parts)
         if kwargs.get(RADIX) is not None:
-            if reason := self.collated.refused or self.changed:
-                raise UserError(reason)
+            parts = Parts(self.model, backbone, text_decoder_of(backbone))
             given = self.collated.arguments(parts, args, kwargs)
             self.watch.count(backbone, given["radix_call"].layout.shares, HELP_NOT_ALIKE)
             return (), self._begun(given, args, kwargs)
-        call = self._ordinary(backbone, args, kwargs)
+        call = self.padded.begin(backbone, args, kwargs)
         if call is None:
+            self.watch.count(backbone, bool(self.report.num_shared), self.report)
             return None
         if call.decoder is backbone:
             return self._shared(call, args, kwargs)
@@ -177,31 +163,6 @@ class BackboneHooks:
         call.ordinary, call.generators = (args, kwargs), generator_states(call.layout.device)
         return given
 
-    def _judge_again(self, parts: Parts) -> None:
-        """Judge the model again if its settings or modules have changed, as a program may do between two calls."""
-        decoder, traits = parts.decoder, traits_of(parts.decoder)
-        if traits == self.traits:
-            return
-        if self.traits is None or traits[1] != self.traits[1]:  # a new module may have the id of one that is gone
-            forget_verdicts(decoder)
-        self.drew = None
-        self.changed = why_unsupported(parts, "share_prefixes")
-        mixers = list(mixers_of(decoder).values())
-        if not set(mixers) <= set(self.mixers):
-            self.changed = f"{parts.name} has got further recurrent layers; call share_prefixes again"
-        elif self.changed is None:
-            self.mixers, self.num_layers = mixers, num_attention_layers(decoder) if text_layers(decoder) else None
-        self.padded.left_padding = self.padded.separates = None
-        self.traits = traits  # last: until then other threads judge too
-
-    def _ordinary(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Upstream | None:
-        """Return an ordinary batch that its decoder may share; None if it is not shared."""
-        why_not = self.changed or (self.drew if backbone.training else None)
-        call = self.padded.begin(backbone, args, kwargs, why_not)
-        if call is None:
-            self.watch.count(backbone, bool(self.report.num_shared), self.report)
-        return call
-
     @torch.compiler.disable
     def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, and give the head the rows of the batch."""
@@ -214,25 +175,25 @@ class BackboneHooks:
     def _finished(self, backbone: PreTrainedModel, kwargs: dict[str, Any], output: Any) -> Any:
         """Return the output of a call on unique tokens as the head gets it."""
         call: RadixCall = kwargs["radix_call"]
-        if has_drawn(call.layout.device, call.generators) and (reason := self._why_drawn(backbone)):
+        if has_drawn(call.layout.device, call.generators) and (reason := self._why_drawn(backbone, call)):
             is_refused = call.places is None or not self.padded.leaves_refused
             if not is_refused:
-                self.drew = reason
+                call.verdict.reason = reason
             return self._without_sharing(backbone, call, reason, is_refused)
         if call.places is not None and call.places.are_unwatched(output[0]):
             return self._without_sharing(backbone, call, LEARNS_NOTHING)
         call.ordinary = (), {}
-        self._check_mixers(backbone, call)
-        call.check_layers(backbone, self.num_layers, WITHOUT_THE_TREE)
+        _check_mixers(backbone, call)
+        call.check_layers(backbone, call.verdict.num_layers, WITHOUT_THE_TREE)
         batches = self.collated if call.places is None else self.padded
         if kwargs.get("output_router_logits") or getattr(output, "router_logits", None) is not None:
             _expand_router_logits(type(backbone).__name__, output, call, batches)
         return batches.outputs(self.model, output, call)
 
-    def _why_drawn(self, backbone: PreTrainedModel) -> str | None:
+    def _why_drawn(self, backbone: PreTrainedModel, call: RadixCall) -> str | None:
         """Say what a pass has drawn at random, unless it was allowed or changes nothing."""
         allowed = self.collated.options.allow_dropout
-        reason = verdict_of(self.model, backbone, allowed=allowed, drew=True).reason
+        reason = call.verdict.if_drawn.why_not(backbone, allowed=allowed)
         return reason and why_refused(reason, text_decoder_of(backbone), allowed)
 
     def _without_sharing(
@@ -248,15 +209,18 @@ class BackboneHooks:
         with running.during(None):
             return backbone.forward(*args, **with_made_masks(kwargs))
 
-    def _check_mixers(self, backbone: PreTrainedModel, call: Any) -> None:
-        missing = [module for module in self.mixers if id(module) not in call.mixed]
-        if missing:
-            raise RuntimeError(
-                f"{len(missing)} of {len(self.mixers)} recurrent layers of {type(backbone).__name__} did not run on "
-                f"the tree, and their gradient would be wrong; the first is a {type(missing[0]).__name__}. If it is "
-                f"among PEFT's modules_to_save, leave it out there: the model has it twice; if the model has changed, "
-                f"call share_prefixes again{untested()}"
-            )
+
+def _check_mixers(backbone: PreTrainedModel, call: RadixCall) -> None:
+    """Raise RuntimeError unless every recurrent layer ran on the tree."""
+    mixers: dict[int, str] = call.verdict.mixers
+    missing = [name for number, name in mixers.items() if number not in call.mixed]
+    if missing:
+        raise RuntimeError(
+            f"{len(missing)} of {len(mixers)} recurrent layers of {type(backbone).__name__} did not run on "
+            f"the tree, and their gradient would be wrong; the first is a {missing[0]}. If it is "
+            f"among PEFT's modules_to_save, leave it out there: the model has it twice; if the model has changed, "
+            f"call share_prefixes again{untested()}"
+        )
 
 
 def _expand_router_logits(name: str, output: Any, call: RadixCall, batches: CollatedBatches | PaddedSharing) -> None:

@@ -18,10 +18,10 @@ from torch import nn
 from radixtrain.collators.misuse_guard import SHARED
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import take_over
-from radixtrain.hf.backbone import Parts, backbone_of, model_inside, num_attention_layers, parts_of, pretrained_model_of
+from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.guards.batch import Options, check_choice
-from radixtrain.hf.guards.rules import check_supported, traits_of, why_unsupported
+from radixtrain.hf.guards.rules import EntryPoint, check_supported, why_unsupported
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent import install_mixers, remove_mixers
@@ -100,8 +100,8 @@ def share_prefixes(
     )
     check_supported(parts, "share_prefixes" if sp_group is None else "RadixCollator")
     check_choice(parts.decoder, attention, kernel)
-    refused = why_unsupported(parts, "RadixCollator")
-    _install(parts, options, None if sp_group is None else SplitModel(model, parts, sp_group), refused)
+    split = None if sp_group is None else SplitModel(model, parts, sp_group)
+    _install(parts, options, split, "share_prefixes", why_unsupported(parts, "RadixCollator"))
     return model
 
 
@@ -159,7 +159,7 @@ def shared_to_score(parts: Parts) -> Iterator[None]:
     check_supported(parts, "score_completions")
     is_shared = _hooks_of(parts.base) is not None
     if not is_shared:
-        _install(parts, Options("auto", "auto", 1, 1.1, ()), None, refused=None)
+        _install(parts, Options("auto", "auto", 1, 1.1, ()), None, rules=None, refused=None)
     try:
         yield
     finally:
@@ -197,8 +197,13 @@ def restore_model(model: ModelT) -> ModelT:
     return model
 
 
-def _install(parts: Parts, options: Options, split: SplitModel | None, refused: str | None) -> None:
-    """Set the hooks, replacing those that the model has. refused: why it takes no batch of a `RadixCollator`."""
+def _install(
+    parts: Parts, options: Options, split: SplitModel | None, rules: EntryPoint | None, refused: str | None
+) -> None:
+    """Set the hooks, replacing those that the model has.
+
+    rules: as `CollatedBatches` takes them. refused: why it takes no batch of a `RadixCollator`.
+    """
     restore_model(parts.base)
     if hasattr(parts.backbone, SHARED):  # two sets of hooks would run
         raise UserError(
@@ -211,10 +216,7 @@ def _install(parts: Parts, options: Options, split: SplitModel | None, refused: 
     rows = None if split is None else split.rows
     hooks = BackboneHooks(
         parts.base,
-        num_layers=num_attention_layers(parts.decoder),
-        mixers=mixers,
-        traits=traits_of(parts.decoder),
-        collated=CollatedBatches(options, refused, rows, report),
+        collated=CollatedBatches(options, rules, refused, rows, report),
         padded=PaddedSharing(options, generates, report),
         watch=SharingWatch(parts.name),
         report=report,

@@ -57,6 +57,7 @@ BESIDE_MODELS = (
     "transformers.pytorch",
 )
 TRIED = {"fla", "timm", "torch", "transformers"}
+CHUNKS = "chunk_size_feed_forward"  # a whole number, of a layer of the BERT kind
 ADAPTERS = "active_adapter"  # a property of PEFT's layers
 CALLED = {"forward", "__call__", "_call_impl", "_compiled_call_impl"}  # by torch
 FUNCTIONS = FunctionType, MethodType, partial
@@ -208,7 +209,7 @@ def code_in(
     model: nn.Module,
     decoder: Any,
     head: nn.Module | None = None,
-    outer: Iterable[nn.Module] = (),
+    outer: Sequence[nn.Module] = (),
     hooks: Iterable[Any] | None = None,
     besides: nn.Module | None = None,
 ) -> OtherCode:
@@ -258,13 +259,15 @@ def code_in(
         vars(each)[name] for kind in {*map(type, reached)} for each in kind.__mro__ for name in CALLED & {*vars(each)}
     ]
     state = (
-        *map(id, [*reached, *map(type, reached)]),
+        *map(ref, (*outer, *inner)),
+        *map(id, map(type, (*outer, *inner))),
         *map(ref, functions),
         *map(_identity, [experts, *of_classes, *placed]),
         frozenset(_origin(each) for _, those in hooked for each in _functions(*those)),
         *(f"{getattr(each, ADAPTERS)} {each.disable_adapters}" for each in inner if hasattr(type(each), ADAPTERS)),
         *(each.extra_repr() for each in found),
         *[value for value in held if type(value) in SETTINGS],
+        *[each.__dict__.get(CHUNKS) for each in inner],
         *(repr(getattr(each, "__dict__", None)) for each in configs.values()),
     )
     own = KNOWN.union(each.__module__.partition(".")[0] for each in type(model).__mro__)
