@@ -165,7 +165,7 @@ def look(
     code = code_in(parts.base, decoder, head, **reached)
     if (other := why_recorded() or take_over(decoder.config, code.kinds)) is not None:
         return Verdict(other)
-    key: Hashable = code.state, type(parts.base), rules, _arithmetic(decoder), *allowed
+    key: Any = code.state, type(parts.base), rules, _arithmetic(decoder), *allowed
     with _trying:
         known = _judged.setdefault(decoder, {})
         if len(known) > MAX_STATES:
