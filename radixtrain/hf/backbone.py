@@ -24,12 +24,10 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import chain
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 from transformers import AttentionInterface, PreTrainedModel
 
 from radixtrain.tree.layout import TreeLayout
@@ -298,21 +296,6 @@ def num_attention_layers(decoder: PreTrainedModel) -> int:
 
 def _is_mixer(module_class: object) -> bool:
     return not PROTOCOL.isdisjoint(names_in(module_class))
-
-
-def modules_in(root: nn.Module) -> list[nn.Module]:
-    """List a module and those inside, except parametrizations, which get weights and no tokens.
-
-    Faster than `nn.Module.modules`, which calls Python for each.
-    """
-    found: list[nn.Module] = []
-    level = [root]
-    while level:
-        found += level
-        inner = [module._modules for module in level if module._modules]
-        children = chain.from_iterable([named.values() for named in inner])
-        level = [child for child in children if child is not None and type(child) is not ParametrizationList]
-    return found
 
 
 def text_attention(decoder: nn.Module) -> Iterator[nn.Module]:

@@ -6,12 +6,14 @@
   original token;
 - `before_model`, on the model, checks that the head will get all rows of a `RadixCollator`'s batch.
 
-How a batch is read, and what the head gets of it, is in `collated.py` for a `RadixCollator`'s and in
-`padded/sharing.py` for an ordinary one.
+A batch of a `RadixCollator` has its plan, and the rows that predict, which the head gets. What would change its
+gradient is refused: it has no other form in which it could run. How an ordinary batch is read, and what the head gets
+of it, is in `padded/sharing.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -20,21 +22,28 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from radixtrain.errors import UserError
+from radixtrain.collators.misuse_guard import end_watch
+from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import Parts, arguments_of, text_decoder_of
-from radixtrain.hf.collated import CollatedBatches
+from radixtrain.hf.backbone import Parts, arguments_of, in_one_row, text_decoder_of, with_rows
+from radixtrain.hf.guards.batch import check_batch, check_evaluation, on_device_of_rows, own_layout
 from radixtrain.hf.guards.draws import generator_states, has_drawn, set_generator_states, why_refused
-from radixtrain.hf.padded.calls import LEARNS_NOTHING
+from radixtrain.hf.guards.model import look
+from radixtrain.hf.guards.rules import EntryPoint
+from radixtrain.hf.padded.calls import LEARNS_NOTHING, is_compiled
 from radixtrain.hf.padded.causes import with_made_masks
+from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.pictures import compute_every_picture, compute_pictures_once
 from radixtrain.hf.progress import Upstream, running
 from radixtrain.hf.recurrent import LayerHooks
-from radixtrain.hf.sequence_parallel import SplitModel
-from radixtrain.hf.sharing_report import HELP_NOT_ALIKE, SharingReport, SharingWatch
-from radixtrain.hf.token_losses import TokenLoss
-from radixtrain.tree.radix_inputs import RADIX
+from radixtrain.hf.sequence_parallel import SplitCall, SplitModel
+from radixtrain.hf.sharing_report import HELP_NOT_ALIKE, NOT_ALIKE, SharingReport, SharingWatch, is_frozen
+from radixtrain.hf.token_losses import TokenLoss, watched
+from radixtrain.hf.windows import no_mask, window_may_bind
+from radixtrain.kernels.rows import gather_rows
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.radix_inputs import RADIX, RadixInputs
 from radixtrain.versions import untested
 
 WITHOUT_THE_TREE = (
@@ -48,24 +57,26 @@ class BackboneHooks:
     """What a shared model does around its own forward pass.
 
     model: the Hugging Face model, to which trainers may add adapters.
-    collated, padded: the two kinds of batch.
-    watch: warns if nothing is shared.
-    report: counts what is shared.
-    split: spreads its batches over the ranks of `sp_group`; None without one.
+    padded: shares ordinary batches. It has the options.
+    watch: warns if nothing is shared. report: counts what is shared.
+    refused: why it takes no batch of a `RadixCollator`; None if it does.
+    split: spreads these over the ranks of `sp_group`; None without one.
+    rules: that apply if the model has changed; None if it is shared for one call, to which they applied.
     """
 
     model: PreTrainedModel
-    collated: CollatedBatches
     padded: PaddedSharing
     watch: SharingWatch
     report: SharingReport
+    refused: str | None
     split: SplitModel | None
+    rules: EntryPoint | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneHooks:
         """Copy the hooks; a copy of the backbone only does not copy the model around it."""
         memo[id(self)] = copied = copy(self)
         copied.model = memo.get(id(self.model), self.model)
-        for name in ("collated", "padded", "watch", "report", "split"):
+        for name in ("padded", "watch", "report", "split"):
             setattr(copied, name, deepcopy(getattr(self, name), memo))
         return copied
 
@@ -83,7 +94,7 @@ class BackboneHooks:
             backbone.get_input_embeddings().register_forward_hook(self.after_embedding)
             compute_pictures_once(backbone)
         self.model.register_forward_pre_hook(self.before_model, with_kwargs=True)
-        if self.collated.refused is None and self.model is not backbone:
+        if self.refused is None and self.model is not backbone:
             TokenLoss.install(self.model)
 
     @torch.compiler.disable
@@ -91,8 +102,8 @@ class BackboneHooks:
         """Refuse to keep only some of the rows. PEFT skips this hook; then labels and logits differ in number."""
         if RADIX not in kwargs:
             return
-        if self.collated.refused is not None:  # its backbone may receive no sign of it
-            raise UserError(self.collated.refused)
+        if self.refused is not None:  # its backbone may receive no sign of it
+            raise UserError(self.refused)
         to_keep = kwargs.get("logits_to_keep")
         if isinstance(to_keep, Tensor) or to_keep:
             raise UserError(
@@ -106,9 +117,7 @@ class BackboneHooks:
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
         if kwargs.get(RADIX) is not None:
-            parts = Parts(self.model, backbone, text_decoder_of(backbone))
-            given = self.collated.arguments(parts, args, kwargs)
-            self.watch.count(backbone, given["radix_call"].layout.shares, HELP_NOT_ALIKE)
+            given = self._of_collated(backbone, arguments_of(backbone, args, kwargs))
             return (), self._begun(given, args, kwargs)
         call = self.padded.begin(backbone, args, kwargs)
         if call is None:
@@ -163,6 +172,67 @@ class BackboneHooks:
         call.ordinary, call.generators = (args, kwargs), generator_states(call.layout.device)
         return given
 
+    def _of_collated(self, backbone: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the call that computes the unique tokens of a `RadixCollator`'s batch.
+
+        given: the arguments of the backbone. Raises UserError if it would be inexact.
+        """
+        if self.refused is not None:
+            raise UserError(self.refused)
+        end_watch()
+        check_evaluation()
+        radix = on_device_of_rows(given.pop(RADIX), given)
+        layout = own_layout(radix)
+        given.update(in_one_row(given, layout))
+        options, allowed = self.padded.options, self.padded.options.allow_dropout
+        parts, head = Parts(self.model, backbone, text_decoder_of(backbone)), self.model.get_output_embeddings()
+        share = None if self.split is None else self.split.rows.share
+        check_batch(parts, head, radix, layout, given, share, allowed)
+        shape = layout.num_sequences, layout.max_seqlen
+        verdict = look(parts, head, rules=self.rules, allowed=allowed, outer=[backbone])
+        if (reason := verdict.why_not(backbone, head, allowed, shape)) is not None:
+            fix = "" if TRAIN_WITHOUT_SHARING in reason else f"; leave out what differs, or {TRAIN_WITHOUT_SHARING}"
+            raise UserError(f"a batch of a RadixCollator: {reason}{fix}")
+        predictors = radix.predictor_indices
+        if radix.place_rows is not None:
+            predictors = predictors[radix.prediction_rows]
+        self._count_collated(backbone, radix, layout, len(predictors))
+        may_bind = window_may_bind(parts.decoder.config, layout.max_seqlen)
+        how = layout, predictors, options.attention, options.kernel, may_bind, None, verdict
+        call = RadixCall(*how) if self.split is None else SplitCall(self.split.rows, *how)
+        call.token_loss, call.place_rows = radix.token_loss, radix.place_rows
+        mask = no_mask(may_bind, layout.device, call)
+        return {**given, "attention_mask": mask, "use_cache": False, "radix_call": call}
+
+    def _count_collated(
+        self, backbone: PreTrainedModel, radix: RadixInputs, layout: TreeLayout, num_predictors: int
+    ) -> None:
+        """Count a batch of a `RadixCollator`."""
+        num_own, shares = layout.num_tokens, layout.shares
+        self.report.num_shared += shares
+        if not shares:
+            self.report.not_shared[NOT_ALIKE] += 1
+        num_tokens = num_own if radix.num_tokens is None else radix.num_tokens
+        num_places = layout.num_sequences * layout.max_seqlen if num_tokens else 0  # B x L
+        self.report.count_tokens(num_places, num_tokens, layout.num_rows)
+        if num_predictors and self.model is not backbone:
+            self.report.count_head(num_places, num_predictors)
+        self.watch.count(backbone, shares, HELP_NOT_ALIKE)
+
+    def _predicting(self, output: Any, call: RadixCall) -> Any:
+        """Return the rows that predict in place of the backbone's, (1, U, D).
+
+        In a row for each sequence, one for each label; or in one row, if the loss is not the model's own.
+        """
+        assert call.predictor_indices is not None
+        rows = gather_rows(output[0][0], call.predictor_indices)
+        learns = torch.is_grad_enabled() and (rows.requires_grad or not is_frozen(self.model))
+        if learns and not call.token_loss and not is_compiled():
+            share_fused_heads()
+            rows = watched(rows, call.place_rows)
+        shape = (1, len(rows)) if call.place_rows is None else call.place_rows.shape
+        return with_rows(output, rows.view(*shape, rows.shape[1]))
+
     @torch.compiler.disable
     def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, and give the head the rows of the batch."""
@@ -185,14 +255,14 @@ class BackboneHooks:
         call.ordinary = (), {}
         _check_mixers(backbone, call)
         call.check_layers(backbone, call.verdict.num_layers, WITHOUT_THE_TREE)
-        batches = self.collated if call.places is None else self.padded
         if kwargs.get("output_router_logits") or getattr(output, "router_logits", None) is not None:
-            _expand_router_logits(type(backbone).__name__, output, call, batches)
-        return batches.outputs(self.model, output, call)
+            expand = _of_every_token if call.places is None else self.padded.of_every_token
+            _expand_router_logits(type(backbone).__name__, output, call, expand)
+        return self._predicting(output, call) if call.places is None else self.padded.outputs(output, call)
 
     def _why_drawn(self, backbone: PreTrainedModel, call: RadixCall) -> str | None:
         """Say what a pass has drawn at random, unless it was allowed or changes nothing."""
-        allowed = self.collated.options.allow_dropout
+        allowed = self.padded.options.allow_dropout
         reason = call.verdict.if_drawn.why_not(backbone, allowed=allowed)
         return reason and why_refused(reason, text_decoder_of(backbone), allowed)
 
@@ -223,7 +293,14 @@ def _check_mixers(backbone: PreTrainedModel, call: RadixCall) -> None:
         )
 
 
-def _expand_router_logits(name: str, output: Any, call: RadixCall, batches: CollatedBatches | PaddedSharing) -> None:
+def _of_every_token(rows: Tensor, call: RadixCall) -> Tensor:
+    """Return (T, W), the rows of the original tokens, of those of this process, (u, W)."""
+    return gather_rows(call.all_rows(rows), call.layout.inverse_indices)
+
+
+def _expand_router_logits(
+    name: str, output: Any, call: RadixCall, expand: Callable[[Tensor, RadixCall], Tensor]
+) -> None:
     """Expand router logits of the U unique rows to the original tokens, in place: the loss counts each token once.
 
     In a padded batch they go to their places, and Hugging Face's loss leaves out padding.
@@ -239,7 +316,7 @@ def _expand_router_logits(name: str, output: Any, call: RadixCall, batches: Coll
                 f"{call.num_rows} unique tokens, so the router loss cannot be counted by token; set "
                 f"output_router_logits to false"
             )
-        expanded.append(batches.of_every_token(rows, call))
+        expanded.append(expand(rows, call))
     output.router_logits = tuple(expanded)
 
 

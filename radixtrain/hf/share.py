@@ -19,7 +19,6 @@ from radixtrain.collators.misuse_guard import SHARED
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import take_over
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
-from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.guards.batch import Options, check_choice
 from radixtrain.hf.guards.rules import EntryPoint, check_supported, why_unsupported
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
@@ -202,7 +201,7 @@ def _install(
 ) -> None:
     """Set the hooks, replacing those that the model has.
 
-    rules: as `CollatedBatches` takes them. refused: why it takes no batch of a `RadixCollator`.
+    rules: as `BackboneHooks` has them. refused: why it takes no batch of a `RadixCollator`.
     """
     restore_model(parts.base)
     if hasattr(parts.backbone, SHARED):  # two sets of hooks would run
@@ -211,17 +210,11 @@ def _install(
             f"with what was shared first"
         )
     take_over(parts.decoder.config, frozenset(map(type, parts.decoder.modules())))
-    report, mixers = SharingReport(), install_mixers(parts.decoder)
+    mixers = install_mixers(parts.decoder)
     generates = parts.base.can_generate() or parts.base is parts.backbone  # any head may use a bare backbone
-    rows = None if split is None else split.rows
-    hooks = BackboneHooks(
-        parts.base,
-        collated=CollatedBatches(options, rules, refused, rows, report),
-        padded=PaddedSharing(options, generates, report),
-        watch=SharingWatch(parts.name),
-        report=report,
-        split=split,
-    )
+    report = SharingReport()
+    padded = PaddedSharing(options, generates, report)
+    hooks = BackboneHooks(parts.base, padded, SharingWatch(parts.name), report, refused, split, rules)
     hooks.install(parts.backbone)
     if split is not None:
         split.install(len(mixers))

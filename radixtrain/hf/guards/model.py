@@ -76,7 +76,7 @@ class Verdict:
     """What is known of a model in one state: of its modules, their code and settings, and how a pass computes.
 
     reason: why it is not shared; None if nothing is known.
-    other_code: what is not its own; empty if nothing.
+    name: of what is tried, for a reason: code that is not the model's own, or the model. is_own: whether it is that.
     num_layers: decoder layers that attend, each of which must run tree attention; None if their list has another length
         than the configuration says.
     mixers: modules with a recurrent state, each of which must run on the tree: their ids and classes. forks: whether
@@ -87,7 +87,8 @@ class Verdict:
     """
 
     reason: str | None
-    other_code: str = ""
+    name: str = ""
+    is_own: bool = True
     num_layers: int | None = None
     mixers: dict[int, str] = field(default_factory=dict)
     forks: bool = False
@@ -108,34 +109,30 @@ class Verdict:
         backbone: runs, as far as it gets unique tokens. head: computes logits from their hidden states; None if it gets
             every token at its place. allowed: as `allow_dropout` of `share_prefixes`. shape: rows and tokens in each.
         """
-        decoder = text_decoder_of(backbone)
-        if self.drew and number_that_draws(decoder, allowed)[0]:  # a layer left out seldom does not show in a trial
-            return f"{type(decoder).__name__} {DRAWS}"
+        if self.drew and number_that_draws(text_decoder_of(backbone), allowed)[0]:  # a layer that is left out seldom
+            return f"{type(text_decoder_of(backbone)).__name__} {DRAWS}"  # does not show in a trial
         gradients = torch.is_grad_enabled()
         with _trying, torch.inference_mode(False), torch.set_grad_enabled(gradients):
             if self.reason is None and not self.shapes:
-                reason, self.forks = _first_tried(backbone, head, allowed, self.drew, self.other_code)
-                self._note(decoder, reason, ROWS.shape)
-            if self.reason is None and not self._covers(shape):
+                reason, self.forks = _first_tried(backbone, head, allowed, self.drew, self.is_own)
+                self._note(reason, ROWS.shape)
+            is_long = not any(shape[0] <= rows and shape[1] <= length for rows, length in self.shapes)
+            if self.reason is None and is_long and not self.is_own:
                 places = torch.arange(shape[1], device="cpu")
                 own = torch.arange(shape[0], device="cpu")[:, None] * (places >= shape[1] // 2)
                 ids = (places + own) % 7 + 1
                 with torch.no_grad():  # and without a head, whose logits would take much memory
-                    self._note(decoder, _tried(backbone, None, allowed, ids), shape)
+                    self._note(_tried(backbone, None, allowed, ids), shape)
         return self.reason
 
     @cached_property
     def if_drawn(self) -> Verdict:
         """Return what is known of the model if a pass has moved a generator."""
-        return Verdict(None, self.other_code, drew=True)
+        return Verdict(None, self.name, self.is_own, drew=True)
 
-    def _covers(self, shape: Sequence[int]) -> bool:
-        """Return whether rows of this shape need no trial: only code that is not the model's own needs long ones."""
-        return not self.other_code or any(shape[0] <= rows and shape[1] <= length for rows, length in self.shapes)
-
-    def _note(self, decoder: nn.Module, reason: str | None, shape: Sequence[int]) -> None:
+    def _note(self, reason: str | None, shape: Sequence[int]) -> None:
         """Add what a trial of rows of this shape has found."""
-        self.reason = reason and f"{self.other_code or type(decoder).__name__} {reason}"
+        self.reason = reason and f"{self.name} {reason}"
         self.shapes.append(shape)
 
 
@@ -177,12 +174,13 @@ def look(
                 reason = f"{parts.name} has got further recurrent layers; call share_prefixes again"
             num_layers = num_attention_layers(decoder) if text_layers(decoder) else None
             of_mixers = {id(mixer): type(mixer).__name__ for mixer in mixers}
-            known[key] = Verdict(reason or code.refused, code.tried, num_layers, of_mixers)
+            name = code.tried or type(decoder).__name__
+            known[key] = Verdict(reason or code.refused, name, not code.tried, num_layers, of_mixers)
         return known[key]
 
 
 def _first_tried(
-    backbone: Any, head: Any, allowed: Collection[str], drew: bool, other_code: str
+    backbone: Any, head: Any, allowed: Collection[str], drew: bool, is_own: bool
 ) -> tuple[str | None, bool]:
     """Try a model on a few rows: with states that fork, if it has any, and then without.
 
@@ -192,7 +190,7 @@ def _first_tried(
     has_states = bool(mixers_of(decoder))
     if not _is_whole(decoder):
         not_whole = "the weights are not whole in this process"
-        reason = f"cannot be tried: {not_whole}" if other_code else None
+        reason = None if is_own else f"cannot be tried: {not_whole}"
         why_whole: str | None = f"{not_whole}, so forks cannot be tried"
     else:
         given = backbone, head, allowed, ROWS, drew
@@ -200,7 +198,7 @@ def _first_tried(
         if has_states and why_whole is None:
             return None, True
         reason = _tried(*given)
-        if reason == DRAWS and not (other_code or drew):
+        if reason == DRAWS and is_own and not drew:
             reason = None  # the call itself will show it, and is refused with the number
     if has_states and reason is None:
         name = type(decoder).__name__

@@ -134,7 +134,7 @@ class PaddedSharing:
 
     @torch.compiler.disable  # the indices are new in every call
     @saying_what_was_tested()
-    def outputs(self, model: PreTrainedModel, output: Any, call: RadixCall) -> Any:
+    def outputs(self, output: Any, call: RadixCall) -> Any:
         """Put the hidden states of the backbone's output, (1, U, D), back in (B, L, D)."""
         places = call.places
         assert places is not None
