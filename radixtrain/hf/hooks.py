@@ -2,8 +2,7 @@
 
 - `before`, on the backbone, turns a batch into the call on unique tokens that reaches every layer, gives mask creation
   an empty tensor, so that no U x U mask is ever built, or leaves an ordinary batch as it is;
-- `after`, on the backbone, checks that every layer ran tree attention, and gives the router loss the logits of every
-  original token;
+- `after` checks that every layer ran tree attention, and gives the router loss the logits of every original token;
 - `before_model`, on the model, checks that the head will get all rows of a `RadixCollator`'s batch.
 
 A batch of a `RadixCollator` has its plan, and the rows that predict, which the head gets. What would change its
@@ -90,7 +89,7 @@ class BackboneHooks:
         decoder = text_decoder_of(backbone)
         if decoder is not backbone:
             decoder.register_forward_pre_hook(self.before_decoder, with_kwargs=True)
-            decoder.register_forward_hook(self.after_decoder, **options)
+            decoder.register_forward_hook(self.after, **options)
             backbone.get_input_embeddings().register_forward_hook(self.after_embedding)
             compute_pictures_once(backbone)
         self.model.register_forward_pre_hook(self.before_model, with_kwargs=True)
@@ -118,7 +117,7 @@ class BackboneHooks:
             return None
         if kwargs.get(RADIX) is not None:
             given = self._of_collated(backbone, arguments_of(backbone, args, kwargs))
-            return (), self._begun(given, args, kwargs)
+            return self._begun(backbone, given, args, kwargs)
         call = self.padded.begin(backbone, args, kwargs)
         if call is None:
             self.watch.count(backbone, bool(self.report.num_shared), self.report)
@@ -138,16 +137,6 @@ class BackboneHooks:
         return self._shared(call, args, kwargs) or ((), with_made_masks(arguments_of(decoder, args, kwargs)))
 
     @torch.compiler.disable
-    def after_decoder(
-        self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        """Put an ordinary batch back together."""
-        running.end()
-        call = kwargs.get("radix_call")
-        is_shared = isinstance(call, RadixCall) and call.places is not None
-        return self._finished(decoder, kwargs, output) if output is not None and is_shared else None
-
-    @torch.compiler.disable
     def after_embedding(self, embedding: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         """Keep what the embedding returned, where a gradient might be read."""
         call = running.upstream()
@@ -158,10 +147,12 @@ class BackboneHooks:
         """Return what the decoder gets in place of args and kwargs; None if the call is not shared."""
         given = self.padded.arguments(self.model, call, args, kwargs)
         self.watch.count(call.backbone, bool(self.report.num_shared), self.report)
-        return None if given is None else ((), self._begun(given, args, kwargs))
+        return None if given is None else self._begun(call.decoder, given, args, kwargs)
 
-    def _begun(self, given: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Begin a call on unique tokens, and return its arguments. args, kwargs: of the ordinary one."""
+    def _begun(
+        self, module: PreTrainedModel, given: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Begin a call on unique tokens of this module, and return its arguments. args, kwargs: of the ordinary one."""
         call: RadixCall = given["radix_call"]
         for tensor in (given.get("input_ids"), given.get("inputs_embeds"), given.get("position_ids")):
             if tensor is not None:  # or compiled layers would be compiled again for the second batch
@@ -169,8 +160,9 @@ class BackboneHooks:
         for tensor in (call.layout.host, call.layout.rows):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         running.become(call)
-        call.ordinary, call.generators = (args, kwargs), generator_states(call.layout.device)
-        return given
+        call.module, call.ordinary = module, (args, kwargs)
+        call.generators = generator_states(call.layout.device)
+        return (), given
 
     def _of_collated(self, backbone: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the call that computes the unique tokens of a `RadixCollator`'s batch.
@@ -234,41 +226,40 @@ class BackboneHooks:
         return with_rows(output, rows.view(*shape, rows.shape[1]))
 
     @torch.compiler.disable
-    def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Check that every layer ran tree attention, and give the head the rows of the batch."""
-        call = running.end()
-        if isinstance(call, Upstream):
-            call.given = {}  # autograd keeps the ids, which hold the call, until the backward pass
-        is_shared = output is not None and isinstance(kwargs.get("radix_call"), RadixCall)
-        return self._finished(backbone, kwargs, output) if is_shared else None
+    def after(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """End a call of the backbone or its decoder, and finish it where the unique tokens began."""
+        ended, call = running.end(), kwargs.get("radix_call")
+        if isinstance(ended, Upstream):
+            ended.given = {}  # autograd keeps the ids, which hold the call, until the backward pass
+        if output is None or not isinstance(call, RadixCall) or call.module is not module:
+            return None
+        return self._finished(call, kwargs, output)
 
-    def _finished(self, backbone: PreTrainedModel, kwargs: dict[str, Any], output: Any) -> Any:
-        """Return the output of a call on unique tokens as the head gets it."""
-        call: RadixCall = kwargs["radix_call"]
-        if has_drawn(call.layout.device, call.generators) and (reason := self._why_drawn(backbone, call)):
+    def _finished(self, call: RadixCall, kwargs: dict[str, Any], output: Any) -> Any:
+        """Check that every layer ran tree attention, and return the output as the head gets it."""
+        module = call.module
+        if has_drawn(call.layout.device, call.generators) and (reason := self._why_drawn(call)):
             is_refused = call.places is None or not self.padded.leaves_refused
             if not is_refused:
                 call.verdict.reason = reason
-            return self._without_sharing(backbone, call, reason, is_refused)
+            return self._without_sharing(call, reason, is_refused)
         if call.places is not None and call.places.are_unwatched(output[0]):
-            return self._without_sharing(backbone, call, LEARNS_NOTHING)
+            return self._without_sharing(call, LEARNS_NOTHING)
         call.ordinary = (), {}
-        _check_mixers(backbone, call)
-        call.check_layers(backbone, call.verdict.num_layers, WITHOUT_THE_TREE)
+        _check_mixers(call)
+        call.check_layers(module, call.verdict.num_layers, WITHOUT_THE_TREE)
         if kwargs.get("output_router_logits") or getattr(output, "router_logits", None) is not None:
             expand = _of_every_token if call.places is None else self.padded.of_every_token
-            _expand_router_logits(type(backbone).__name__, output, call, expand)
+            _expand_router_logits(type(module).__name__, output, call, expand)
         return self._predicting(output, call) if call.places is None else self.padded.outputs(output, call)
 
-    def _why_drawn(self, backbone: PreTrainedModel, call: RadixCall) -> str | None:
+    def _why_drawn(self, call: RadixCall) -> str | None:
         """Say what a pass has drawn at random, unless it was allowed or changes nothing."""
         allowed = self.padded.options.allow_dropout
-        reason = call.verdict.if_drawn.why_not(backbone, allowed=allowed)
-        return reason and why_refused(reason, text_decoder_of(backbone), allowed)
+        reason = call.verdict.if_drawn.why_not(call.module, allowed=allowed)
+        return reason and why_refused(reason, text_decoder_of(call.module), allowed)
 
-    def _without_sharing(
-        self, backbone: PreTrainedModel, call: RadixCall, reason: str, is_refused: bool = False
-    ) -> Any:
+    def _without_sharing(self, call: RadixCall, reason: str, is_refused: bool = False) -> Any:
         """Compute a pass again as an ordinary one, from the same generators, or refuse it."""
         self.report.num_shared -= 1
         self.report.count_unshared(reason)
@@ -277,16 +268,16 @@ class BackboneHooks:
         set_generator_states(call.layout.device, call.generators)
         args, kwargs = call.ordinary
         with running.during(None):
-            return backbone.forward(*args, **with_made_masks(kwargs))
+            return call.module.forward(*args, **with_made_masks(kwargs))
 
 
-def _check_mixers(backbone: PreTrainedModel, call: RadixCall) -> None:
+def _check_mixers(call: RadixCall) -> None:
     """Raise RuntimeError unless every recurrent layer ran on the tree."""
     mixers: dict[int, str] = call.verdict.mixers
     missing = [name for number, name in mixers.items() if number not in call.mixed]
     if missing:
         raise RuntimeError(
-            f"{len(missing)} of {len(mixers)} recurrent layers of {type(backbone).__name__} did not run on "
+            f"{len(missing)} of {len(mixers)} recurrent layers of {type(call.module).__name__} did not run on "
             f"the tree, and their gradient would be wrong; the first is a {missing[0]}. If it is "
             f"among PEFT's modules_to_save, leave it out there: the model has it twice; if the model has changed, "
             f"call share_prefixes again{untested()}"

@@ -81,7 +81,7 @@ class PaddedSharing:
             return None
         finally:
             self.report.plan_seconds += time.perf_counter() - began
-        self._count(given["radix_call"])
+        self._count(given["radix_call"], call)
         return given
 
     def _planned(self, model: PreTrainedModel, upstream: Upstream, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,17 +118,16 @@ class PaddedSharing:
         places = batch.places(plan.inverse_indices, plan.num_rows)
         call = RadixCall(layout, None, options.attention, options.kernel, may_bind, places, verdict)
         call.misses_cache = option("use_cache", decoder.config, upstream.given)
-        call.pictures = upstream.pictures
         mask = causes.masks_for(call) if causes.requests else no_mask(may_bind, device, call)
         arguments = causes.of_unique_tokens(plan)
         return {**arguments, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
-    def _count(self, call: RadixCall) -> None:
+    def _count(self, call: RadixCall, upstream: Upstream) -> None:
         """Count a call that runs on unique tokens."""
         assert call.places is not None
-        if call.pictures is not None:
-            self.report.num_images += call.pictures.num_pictures
-            self.report.num_distinct_images += call.pictures.num_distinct
+        if upstream.pictures is not None:
+            self.report.num_images += upstream.pictures.num_pictures
+            self.report.num_distinct_images += upstream.pictures.num_distinct
         self.report.num_shared += 1
         self.report.count_tokens(call.places.rows.size, call.places.num_tokens, call.layout.num_rows)
 
