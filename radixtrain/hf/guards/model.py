@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -210,6 +210,34 @@ def _arithmetic(decoder: Any) -> Hashable:
     """Return what a pass computes with: the dtype and device of the embeddings, autocast, gradients."""
     weight = decoder.get_input_embeddings().weight  # which FSDP1 keeps, and no parameter
     return weight.dtype, weight.device, torch.is_autocast_enabled(weight.device.type), torch.is_grad_enabled()
+
+
+def what_is_wrong(backbone: Any, trial: Callable[[Callable[[Tensor, Tensor], bool]], str | None]) -> str | None:
+    """Return what a trial of something before the text decoder finds, once in each state of the code.
+
+    trial: computes, and says what is wrong; None if nothing. It gets a function that compares tensors up to rounding.
+
+    Runs without gradients and leaves no trace. If the weights are spread over processes, nothing is tried.
+    """
+    decoder = text_decoder_of(backbone)
+    state = code_in(backbone, backbone, besides=decoder).state
+    with _trying, torch.inference_mode(False), torch.no_grad():
+        known, key = _judged.setdefault(decoder, {}), (state, _arithmetic(decoder))
+        if key not in known:
+            known[key] = Verdict(_wrong_by(trial, backbone))
+        return known[key].reason
+
+
+def _wrong_by(trial: Callable[[Callable[[Tensor, Tensor], bool]], str | None], backbone: Any) -> str | None:
+    if not _is_whole(backbone):
+        return "the weights are not whole in this process"
+    with _without_trace(backbone, ()), _as_it_was(backbone), running.during(None):
+        try:
+            return trial(lambda one, other: _are_alike(_bar(backbone, one), one, other))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # by code of any kind
+            return f"it cannot be tried ({type(error).__name__}: {first_line(error)})"
 
 
 class _Pass(NamedTuple):

@@ -128,6 +128,7 @@ class PaddedSharing:
         if upstream.pictures is not None:
             self.report.num_images += upstream.pictures.num_pictures
             self.report.num_distinct_images += upstream.pictures.num_distinct
+            self.report.why_every_image = upstream.pictures.why_every or self.report.why_every_image
         self.report.num_shared += 1
         self.report.count_tokens(call.places.rows.size, call.places.num_tokens, call.layout.num_rows)
 
