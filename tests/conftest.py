@@ -87,10 +87,7 @@ def free_forks() -> Iterator[None]:
 @pytest.fixture
 def without_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is not tried before it is shared, so that the comparison itself has to see a mistake."""
-    from radixtrain.hf.guards.model import Verdict
-
-    for module in ("hf.collated", "generation.prefill", "hf.hooks", "hf.padded.sharing"):
-        monkeypatch.setattr(f"radixtrain.{module}.verdict_of", lambda *_, **__: Verdict(None, forks=True))
+    monkeypatch.setattr("radixtrain.hf.guards.model._tried", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="session")

@@ -126,7 +126,6 @@ TABLE: dict[str, dict[str, str]] = {
         "transformers.PreTrainedModel._gradient_checkpointing_func": (
             "computes a layer again, without the layer's hooks, and may be a user's"
         ),
-        "torch.nn.Module._modules": "walks thousands of modules at every call, in less time than `modules()`",
     },
     "radixtrain/hf/padded/spread_rows.py": {
         "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "the ordinary tensor is made for all",
@@ -149,6 +148,7 @@ TABLE: dict[str, dict[str, str]] = {
             ("torch.nn.Module._call_impl", "torch.nn.Module._compiled_call_impl"),
             "are called in place of `forward` if an instance has one of its own",
         ),
+        "torch.nn.Module._modules": "walks thousands of modules at every call, in less time than `modules()`",
         "transformers.PretrainedConfig._attn_implementation": "names the attention of each part of a model",
         "transformers.PretrainedConfig._experts_implementation": "names the function that the experts of a model call",
         **dict.fromkeys(
