@@ -167,6 +167,8 @@ class Command:
             self.datamodule.hparams.template_date = began
         self.datamodule.setup(self.name)
         self.model.configure_model()
+        if not self.model.hparams.generate:  # which checks each prompt with its answer
+            self.model.check_length(self.datamodule.longest())
         if self.name == "fit":
             self.model.check_draws()
         form_groups(sp_size_of(self.settings, self.name), self.timeout)
