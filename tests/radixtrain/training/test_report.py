@@ -1,6 +1,7 @@
 """`radixtrain report`: the command on a folder that holds a configuration and a tokenizer, and no weights."""
 
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.explain.report import rounded
 from radixtrain.training.start.run_overview import data_entries, sharing_entry
+from tests.support.models import tiny_model
 from tests.support.runs import logged, names, rows_in, summary, write_rows
 
 Arguments = Callable[..., list[str]]
@@ -47,6 +49,34 @@ def test_the_command(
     assert str(page) in text and ("x as fast</h1>" in page.read_text(encoding="utf-8")) is is_certain
     assert ("so this is uncertain" in text) is not is_certain
     assert names(page.parent) == ["report.html"]
+
+
+@pytest.mark.parametrize(
+    ("wrote", "sizes", "said"),
+    [
+        ("GptOssForCausalLM", {}, ""),
+        ("MistralForCausalLM", {"sliding_window": 16}, ""),
+        ("GPT2LMHeadModel", {"n_positions": 128, "embd_pdrop": 0.1}, "GPT2LMHeadModel has drop.p=0.1: a shared token"),
+        (
+            "GPT2LMHeadModel",
+            {"n_positions": 48},
+            "a table of 48 positions, and the longest sequence has 74 tokens; set",
+        ),
+    ],
+)
+def test_what_it_prints_trains_or_is_refused_as_fit_does(
+    arguments: Arguments, shop: Path, tmp_path: Path, capsys: Any, wrote: str, sizes: dict[str, Any], said: str
+) -> None:
+    shutil.copytree(shop / "model", tmp_path / "model")
+    tiny_model(wrote, vocab_size=400, **sizes).save_pretrained(tmp_path / "model")
+    flags = {"model__model_name_or_path": tmp_path / "model", "trainer__max_steps": 1}
+    assert main(arguments("report", **flags, max_seconds=0.1)) == 0
+    text = capsys.readouterr().out
+    assert said in " ".join(text.split())
+    printed = re.findall(r"To train:\n  python -m radixtrain (.*)", text)
+    assert len(printed) == (not said)
+    assert main(shlex.split(printed[0]) if printed else arguments(**flags)) == bool(said)
+    assert said in capsys.readouterr().err
 
 
 # ChatML that keeps what earlier turns were.

@@ -35,7 +35,7 @@ def settings(path: Any, **changes: Any) -> Any:
 ROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}}
 LOADED = [
     # the class that wrote a checkpoint, its sizes, and the settings with which that class computes
-    ("GptOssForCausalLM", {}, {"attn_implementation": "eager"}),  # sinks
+    ("GptOssForCausalLM", {}, {}),  # sinks, for which transformers has no sdpa
     ("Qwen3MoeForCausalLM", {}, {"dtype": "float64"}),  # torch's grouped product takes none
     # `AutoModelForCausalLM` would leave the tower for images out, and `fit` would save the model so.
     ("Qwen3_5ForConditionalGeneration", {}, {}),
@@ -57,7 +57,6 @@ ROUTED, ADDED = {"output_router_logits": True}, r"adds a router loss \(output_ro
 REFUSED = [
     ("MixtralForCausalLM", ROUTED, {"dedup": True}, ADDED),
     ("MixtralForCausalLM", ROUTED, {"dedup": False}, ADDED),
-    ("GptOssForCausalLM", {}, {}, r"its class has no sdpa attention; set model\.attn_implementation: eager"),
 ]
 
 
@@ -69,12 +68,14 @@ def test_what_is_not_loaded(tmp_path, wrote, sizes, given, said):
 
 
 def test_a_dropout_of_the_checkpoint(tmp_path):
-    """What LoRA adds is refused by its key: commands/test_refusals.py."""
-    tiny_model("Starcoder2ForCausalLM", residual_dropout=0.1).save_pretrained(tmp_path)
-    model = load_trainable(settings(tmp_path))
-    with pytest.raises(UserError, match=r"residual_dropout=0\.1: .* config\.json .*: \[residual_dropout\]"):
+    """All of it at once. What LoRA adds is refused by its key: commands/test_refusals.py."""
+    tiny_model("Starcoder2ForCausalLM", residual_dropout=0.1, embedding_dropout=0.2).save_pretrained(tmp_path)
+    model, names = load_trainable(settings(tmp_path)), ["embedding_dropout", "residual_dropout"]
+    with pytest.raises(
+        UserError, match=rf"embedding_dropout=0\.2, .*residual_dropout=0\.1: .*: \[{', '.join(names)}\]"
+    ):
         check_draws(model, settings(tmp_path))
-    check_draws(model, settings(tmp_path, allow_dropout=["residual_dropout"]))
+    check_draws(model, settings(tmp_path, allow_dropout=names))
     check_draws(model, settings(tmp_path, dedup=False))
 
 
