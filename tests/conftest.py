@@ -18,6 +18,7 @@ import pytest
 import tiny
 import torch
 from hypothesis import settings
+from tqdm import tqdm
 
 from tests.claims.equivalence.families_page import write_families_table
 from tests.support import models
@@ -33,12 +34,18 @@ THINGS = {"apple": "one", "pear": "one", "plum": "one", "hammer": "two", "saw": 
 # Tests of test_*mutations.py in which nothing is mutated.
 UNTOUCHED = re.compile("without_a_mutation|that_are_mutated|that_can_go_wrong")
 
+# A fork collects nothing that tests left: a store or a group waits for its threads, which a fork does not have, and aborts.
+os.register_at_fork(after_in_child=gc.freeze)
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("default" if os.environ.get("RADIXTRAIN_FUZZ") else "fixed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tokenised rows of only this run, shared by its workers and the commands that it starts."""
+    """Tokenised rows of only this run, shared by its workers and the commands that it starts.
+
+    And no thread of tqdm, which may hold its lock while ranks are forked: they would wait for it without end.
+    """
+    tqdm.monitor_interval = 0
     if "RADIXTRAIN_CACHE" not in os.environ:
         folder = os.environ["RADIXTRAIN_CACHE"] = tempfile.mkdtemp(prefix="radixtrain-cache-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
