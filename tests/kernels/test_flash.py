@@ -263,8 +263,3 @@ def test_what_cudnn_lacks(monkeypatch: pytest.MonkeyPatch, lacks: dict, said: st
         monkeypatch.setattr(name, lambda *_, value=value: value)
     found = cudnn_missing(torch.device("cuda"))
     assert found is None if said is None else re.search(said, found), found
-
-
-def test_this_torch_takes_a_window() -> None:
-    for name in ("_flash_attention_forward", "_flash_attention_backward"):
-        assert "window_size_left" in str(getattr(aten, name).default._schema)

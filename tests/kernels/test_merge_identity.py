@@ -34,13 +34,6 @@ def test_the_page_that_a_newcomer_runs() -> None:
     assert not result.failed and result.attempted > 10
 
 
-def test_any_number_of_sets_in_any_order() -> None:
-    one, two, three = parts()
-    whole = attended(*scores_and_values())
-    assert_exact(merge_attention(merge_attention(one, two), three), whole)
-    assert_exact(merge_attention(one, merge_attention(three, two)), whole)
-
-
 def test_the_kernels_merge_is_this_one() -> None:
     one, two, _ = parts()
     out, lse = one[0].transpose(0, 1).clone(), one[1].clone()  # (U, N, H) and (N, U)
