@@ -34,7 +34,7 @@ THINGS = {"apple": "one", "pear": "one", "plum": "one", "hammer": "two", "saw": 
 # Tests of test_*mutations.py in which nothing is mutated.
 UNTOUCHED = re.compile("without_a_mutation|that_are_mutated|that_can_go_wrong")
 
-# A fork collects nothing that tests left: a store or a group waits for its threads, which a fork does not have, and aborts.
+# A fork collects nothing that tests left: a store or a group waits for its threads, which it has not, and aborts.
 os.register_at_fork(after_in_child=gc.freeze)
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("default" if os.environ.get("RADIXTRAIN_FUZZ") else "fixed")
