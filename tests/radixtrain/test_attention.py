@@ -333,7 +333,7 @@ class TestChoice:
               for name in ("torch", "cudnn", "efficient")),
             *((("auto", name, CPU, BF16, 64), {}, "needs CUDA, the tensors are on cpu")
               for name in ("cudnn", "efficient", "flash_attn_4")),
-            (("tree", "auto", CPU, BF16, 64), {}, "FlexAttention computes gradients on CUDA only, the tensors are on c"),
+            (("tree", "auto", CPU, BF16, 64), {}, "FlexAttention computes gradients on CUDA only, the tensors are on"),
             (("tree", "auto", CUDA, torch.float64, 64), {}, "takes bfloat16, float16, float32, got torch.float64"),
             *((("tree", "auto", CUDA, BF16, dim), {}, f"head dims from 16 to 256, got {dim}") for dim in (8, 264)),
             (("tree", "auto", CUDA, BF16, 64), SOFTCAP, "computes no soft-cap"),
