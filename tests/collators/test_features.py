@@ -259,9 +259,11 @@ FORMED += [(partial(np.array, dtype=np.float16), "loss_weights")]
 
 @pytest.mark.parametrize(("form", "name"), FORMED, ids=range(len(FORMED)))
 def test_lists_arrays_and_tensors(form, name):
-    """Numbers of a column in any form; bits as booleans too, and weights as fractions of any width."""
+    """Numbers of a column in any form, which are left alone; bits as booleans too, weights as fractions of any width."""
     row = {**IDS, "labels": [N, 8, 9]} if name == "labels" else COLUMNS
-    assert as_python(MERGED([{**row, name: form(row[name])}])) == as_python(MERGED([row]))
+    given = form(row[name])
+    assert as_python(MERGED([{**row, name: given}])) == as_python(MERGED([row]))
+    assert list(given) == list(form(row[name]))
 
 
 @pytest.mark.parametrize("collator", [RadixCollator(), StepCollator(max_tokens=3, merge_labels=False)])
