@@ -259,7 +259,7 @@ FORMED += [(partial(np.array, dtype=np.float16), "loss_weights")]
 
 @pytest.mark.parametrize(("form", "name"), FORMED, ids=range(len(FORMED)))
 def test_lists_arrays_and_tensors(form, name):
-    """Numbers of a column in any form, which are left alone; bits as booleans too, weights as fractions of any width."""
+    """Numbers of a column in any form, which stay as they are; bits as booleans too, weights as any fractions."""
     row = {**IDS, "labels": [N, 8, 9]} if name == "labels" else COLUMNS
     given = form(row[name])
     assert as_python(MERGED([{**row, name: given}])) == as_python(MERGED([row]))

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from accelerate.utils import find_batch_size as of_accelerate
