@@ -1,6 +1,5 @@
 """The callbacks of Hugging Face's Trainer and of Lightning: what they share trains the same."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -24,58 +23,26 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-class Module(L.LightningModule):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch: Any, _: int) -> Tensor:
-        return self.model(**batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-
-def by_hugging_face(model: nn.Module, folder: Path, callbacks: list[Any]) -> None:
-    trainer_of(model, folder, callbacks).train()
-
-
-def added_later(model: nn.Module, folder: Path, callbacks: list[Any]) -> None:
-    trainer = trainer_of(model, folder, [])
-    for callback in callbacks:
-        trainer.add_callback(callback)
-    trainer.train()
-
-
-def trainer_of(model: nn.Module, folder: Path, callbacks: list[Any]) -> Trainer:
-    arguments = TrainingArguments(
-        folder, max_steps=2, per_device_train_batch_size=4, report_to="none", use_cpu=True, save_strategy="no"
-    )
-    return Trainer(model, arguments, train_dataset=ROWS, callbacks=callbacks)
-
-
-def by_lightning(model: nn.Module, folder: Path, callbacks: list[Any]) -> None:
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(max_epochs=2, accelerator="cpu", callbacks=callbacks, **options)
-    trainer.fit(Module(model.train()), torch.utils.data.DataLoader(ROWS, batch_size=4))
-
-
-@pytest.mark.parametrize(
-    ("train", "callback"),
-    [
-        (by_hugging_face, trainer_callback.SharePrefixesCallback()),
-        (added_later, trainer_callback.SharePrefixesCallback()),
-        (by_lightning, lightning_callback.SharePrefixesCallback(min_ratio=1.5)),
-    ],
-)
-def test_a_callback_shares_and_trains_the_same(train, callback, tmp_path, capfd):
-    models = [tiny_model("Qwen3ForCausalLM") for _ in range(2)]
-    for model, callbacks in zip(models, ([callback], []), strict=True):
+@pytest.mark.parametrize("added", ["at its start", "later"])
+def test_hugging_face(tmp_path, capfd, added):
+    def trained(*callbacks: Any) -> nn.Module:
+        model = tiny_model("Qwen3ForCausalLM")
+        arguments = TrainingArguments(
+            tmp_path, max_steps=2, per_device_train_batch_size=4, report_to="none", use_cpu=True, save_strategy="no"
+        )
         with float64_throughout(model):
-            train(model, tmp_path, callbacks)
+            trainer = Trainer(
+                model, arguments, train_dataset=ROWS, callbacks=[] if added == "later" else list(callbacks)
+            )
+            for callback in callbacks if added == "later" else ():
+                trainer.add_callback(callback)
+            trainer.train()
+            return model
+
+    shared = trained(trainer_callback.SharePrefixesCallback())
     assert LINE in capfd.readouterr().err
-    torch.testing.assert_close(*map(weights, models), rtol=1e-9, atol=1e-12)
-    assert sharing_report(models[0]).num_shared == 2
+    torch.testing.assert_close(weights(shared), weights(trained()), rtol=1e-9, atol=1e-12)
+    assert sharing_report(shared).num_shared == 2
 
 
 class Tracker(TrainerCallback):
@@ -126,3 +93,29 @@ def test_r_of_a_model_that_shares_nothing(tmp_path):
     trainer = Trainer(tiny_model("Qwen3ForCausalLM"), TrainingArguments(tmp_path, report_to="none", use_cpu=True))
     with pytest.raises(UserError, match=r"shares nothing: call share_prefixes\(model\) first"):
         log_sharing(trainer)
+
+
+class Module(L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_lightning(tmp_path, capfd):
+    def trained(*callbacks: Any) -> nn.Module:
+        model = tiny_model("Qwen3ForCausalLM")
+        options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = L.Trainer(max_epochs=2, accelerator="cpu", callbacks=list(callbacks), **options)
+        with float64_throughout(model):
+            trainer.fit(Module(model.train()), torch.utils.data.DataLoader(ROWS, batch_size=4))
+        return model
+
+    shared = trained(lightning_callback.SharePrefixesCallback(min_ratio=1.5))
+    assert LINE in capfd.readouterr().err
+    torch.testing.assert_close(weights(shared), weights(trained()), rtol=1e-9, atol=1e-12)
