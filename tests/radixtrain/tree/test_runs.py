@@ -33,18 +33,27 @@ def segments_of(sequences, **options):
 
 
 def runs_in(table):
-    """The runs of a table, group by group, walked as a layer walks them; contradictions fail."""
-    rows, parents, runs = iter(table.rows.tolist()), iter(table.parents.tolist()), []
+    """The runs of a table, group by group, walked as a layer walks them, and how many later runs continue each of them.
+
+    Contradictions fail.
+    """
+    rows, parents, runs, continued = iter(table.rows.tolist()), iter(table.parents.tolist()), [], []
     for group in table.groups:
-        stored = [run.path for source in group.sources for run in runs[source]]
-        paths = [stored[next(parents)] for _ in range(group.num_runs)] if stored else [[]] * group.num_runs
+        stored = [(source, place) for source in group.sources for place in range(len(runs[source]))]
+        used = [stored[next(parents)] for _ in range(group.num_runs * bool(stored))]
+        assert sorted({source for source, _ in used}) == sorted(group.sources), "a state that nothing needs, or twice"
+        for source, place in used:
+            assert table.groups[source].is_fork
+            continued[source][place] += 1
+        paths = [runs[source][place].path for source, place in used] or [[]] * group.num_runs
         given_rows = [[next(rows) for _ in range(group.length)] for _ in range(group.num_runs)]
         unpadded = [list(dict.fromkeys(run)) for run in given_rows]
         assert [run + run[-1:] * (group.length - len(run)) for run in unpadded] == given_rows, "padding is the last row"
         assert all(len(run) == group.length for run in unpadded) or not group.is_fork, "a final state after padding"
         runs.append([Run(run, [*path, *run]) for path, run in zip(paths, unpadded, strict=True)])
+        continued.append(np.zeros(group.num_runs, dtype=np.int64))
     assert not list(rows) and not list(parents)
-    return runs
+    return runs, continued
 
 
 def root_paths(starts, parents):
@@ -110,26 +119,24 @@ def test_small_batches(sequences, groups, rows):
     assert (table.groups, table.rows.tolist()) == (groups, rows)
 
 
-plans = {
-    "sequences": ragged_batches(min_length=0, min_sequences=0, max_length=16),
-    "options": st.fixed_dictionaries(
+@settings(max_examples=200, deadline=None)
+@given(
+    sequences=ragged_batches(min_length=0, min_sequences=0, max_length=16),
+    options=st.fixed_dictionaries(
         {"min_shared_tokens": st.sampled_from([1, 1, 2, 3]), "pad_to_multiple_of": st.sampled_from([None, None, 4, 16])}
     ),
-    "min_saved": st.sampled_from([None, 2, 2, 3, 6, 10]),
-    "group_cost": st.sampled_from([0.0, 1.0, 8.0]),
-}
-
-
-@settings(max_examples=200, deadline=None)
-@given(**plans)
+    min_saved=st.sampled_from([None, 2, 2, 3, 6, 10]),
+    group_cost=st.sampled_from([0.0, 1.0, 8.0]),
+)
 @example(DEEP, {}, 2, 0.0)
 @example(COMB, {}, 2, 0.0)
+@example(COMB, {}, 6, 0.0)
 @example(COMB, {}, 6, FEW_GROUPS)
 def test_every_run_is_on_the_root_path_of_its_rows(sequences, options, min_saved, group_cost):
-    """No row missing, none twice, the order right; and each row has its output from one place in one run."""
+    """No row missing, none twice, the order right; each row has its output from one place in one run; forks pay."""
     starts, parents = segments_of(sequences, **options)
     table, paths = runs_of_segments(starts, parents, min_saved, group_cost=group_cost), root_paths(starts, parents)
-    groups = runs_in(table)
+    groups, continued = runs_in(table)
     for run in (run for runs in groups for run in runs):
         assert run.path == paths[run.rows[-1]]
     assert table.rows[table.outputs].tolist() == list(range(len(paths)))
@@ -144,34 +151,12 @@ def test_every_run_is_on_the_root_path_of_its_rows(sequences, options, min_saved
         run, offset = groups[number][(output - begin) // group.length], (output - begin) % group.length
         assert offset < len(run.rows), "the output of padding is read"
         assert run.path[: len(run.path) - len(run.rows) + offset + 1] == paths[row]
-
-
-@settings(max_examples=200, deadline=None)
-@given(**plans)
-@example(DEEP, {}, 2, 0.0)
-@example(COMB, {}, 6, 0.0)
-def test_forks_and_their_sources(sequences, options, min_saved, group_cost):
-    table = runs_of_segments(*segments_of(sequences, **options), min_saved, group_cost=group_cost)
-    continued = [np.zeros(group.num_runs, dtype=np.int64) for group in table.groups]
-    parents = iter(table.parents.tolist())
-    for number, group in enumerate(table.groups):
+    for number, (group, times) in enumerate(zip(table.groups, continued, strict=True)):
         assert group.num_runs > 0 and group.length > 0
-        assert len(group.sources) == len(set(group.sources)), "each source once"
-        stored = [(source, place) for source in group.sources for place in range(table.groups[source].num_runs)]
-        used = [stored[next(parents)] for _ in range(group.num_runs * bool(stored))]
-        assert {source for source, _ in used} == {*group.sources}, "a state that nothing needs"
-        for source, place in used:
-            assert source < number and table.groups[source].is_fork
-            continued[source][place] += 1
-        if group.is_fork:
-            assert group.length >= 2
-        else:
-            assert not any(later.is_fork for later in table.groups[number:]), "leaves come last"
-        assert group.length >= 2 or not group.sources, "one row after a state is a step of generation"
-    for group, times in zip(table.groups, continued, strict=True):
+        assert group.is_fork or not any(later.is_fork for later in table.groups[number:]), "leaves come last"
+        assert group.length >= 2 or not (group.is_fork or group.sources), "one row after a state: a generation step"
         # A fork shorter than what it must save is worth it only if more than two runs continue it.
         assert not group.is_fork or (group.length * (times - 1) >= min_saved).all(), "a fork that saves too little"
-        assert group.is_fork or not times.any()
     assert not (min_saved is None and num_forks(table))
 
 
