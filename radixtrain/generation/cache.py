@@ -15,7 +15,7 @@ them, so it belongs to one prefix and to no other. Only leaves are evicted: no p
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +61,9 @@ class Node:
         Locks on this node hold for the new one too.
         """
         assert self.parent is not None and 0 < length < len(self.tokens)
-        below = {int(self.tokens[length]): self}
-        upper = replace(self, tokens=self.tokens[:length], rows=self.rows[:length], children=below)
+        upper = Node(self.tokens[:length], self.rows[:length], self.start, self.parent)
+        upper.children[int(self.tokens[length])] = self
+        upper.locks, upper.last_used = self.locks, self.last_used
         self.parent.children[int(self.tokens[0])] = upper
         self.tokens, self.rows = self.tokens[length:], self.rows[length:]
         self.start, self.parent = self.start + length, upper
@@ -143,21 +144,10 @@ class RadixCache:
         before the next call that may evict.
         """
         ids = np.asarray(token_ids, dtype=np.int64)
-        match = self.walk(ids)
+        match = self._walk(ids)
         self.counters.num_tokens += len(ids)
         self.counters.num_hits += match.length
         return match
-
-    def walk(self, ids: IntArray) -> Match:
-        """Do what `match_prefix` does, without counting. ids: (n,), int64."""
-        self._clock += 1
-        node, depth = self.root, 0
-        while depth < len(ids) and (child := node.children.get(int(ids[depth]))):
-            shared = num_shared_tokens(child.tokens, ids[depth:])
-            node = child if shared == len(child.tokens) else child.split(shared)
-            node.last_used = self._clock
-            depth += shared
-        return Match(node, depth)
 
     def insert(self, token_ids: ArrayLike, rows_from: Callable[[int], Any]) -> Node:
         """Store what the tree does not have of a sequence, and return the node where the sequence ends.
@@ -166,7 +156,7 @@ class RadixCache:
         rows_from: from the number of tokens that the tree has already to what is stored for the others.
         """
         ids = np.asarray(token_ids, dtype=np.int64)
-        node, length = self.walk(ids)
+        node, length = self._walk(ids)
         if length == len(ids):
             return node
         rows = rows_from(length)
@@ -228,8 +218,20 @@ class RadixCache:
     def __repr__(self) -> str:
         return f"RadixCache(max_tokens={self.max_tokens}, num_tokens={self.num_tokens})"
 
+    def _walk(self, ids: IntArray) -> Match:
+        """Find the longest stored prefix, splitting the node in which it ends. Marks the path as used."""
+        self._clock += 1
+        node, depth = self.root, 0
+        while depth < len(ids) and (child := node.children.get(int(ids[depth]))):
+            shared = num_shared_tokens(child.tokens, ids[depth:])
+            node = child if shared == len(child.tokens) else child.split(shared)
+            node.last_used = self._clock
+            depth += shared
+        return Match(node, depth)
+
 
 def num_shared_tokens(one: IntArray, other: IntArray) -> int:
     """Count the common first tokens of two arrays."""
     size = min(len(one), len(other))
-    return int((one[:size] == other[:size]).cumprod().sum())
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if len(differs) else size

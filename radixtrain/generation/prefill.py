@@ -78,13 +78,17 @@ class KeyValues:
         return KeyValues([layer[:, part].clone() for layer in self.layers])
 
 
-def readers_of(paths: Iterable[Sequence[Node]], device: torch.device) -> dict[Node, Readers]:
-    """Return which rows read each stored node, by the path of each row."""
+def readers_of(paths: Iterable[Sequence[Node]], device: torch.device, saved: int = 0) -> dict[Node, Readers]:
+    """Return which rows read each stored node, by the path of each row.
+
+    saved: (query, key) pairs that one call for all readers of a node has to save; other nodes are left out.
+    """
     rows: dict[Node, list[int]] = {}
     for row, path in enumerate(paths):
         for node in path:
             rows.setdefault(node, []).append(row)
-    return {node: Readers.of(np.array(found), device) for node, found in rows.items()}
+    shared = {node: found for node, found in rows.items() if len(node.tokens) * (len(found) - 1) >= saved}
+    return {node: Readers.of(np.array(found), device) for node, found in shared.items()}
 
 
 def shared_by(readers: Mapping[Node, Readers], layer: int) -> list[Shared]:
@@ -162,18 +166,20 @@ class PromptCall(StoredCall):
         return KeyValues([layer.index_select(1, rows) for layer in self.stored])
 
 
-def prefill(parts: Parts, cache: RadixCache, prompts: Sequence[IntArray]) -> list[Node]:
-    """Compute what a cache does not hold of some prompts, (n,), int64 each; returns where each ends.
+def prefill(parts: Parts, cache: RadixCache, prompts: Sequence[IntArray]) -> dict[int, Node]:
+    """Compute what a cache does not hold of some prompts, (n,), int64 each; returns where each ends, by its number.
 
     Call it inside `generating`.
     """
+    ends = dict.fromkeys(range(len(prompts)), cache.root)  # where those without tokens end
     for members in cut_by_unique_tokens(sort_sequences(*back_to_back(prompts)), MAX_ROWS):
-        found = [(prompts[member], cache.match_prefix(prompts[member])) for member in members]
-        new = [(ids, match) for ids, match in found if match.length < len(ids)]
+        matches = {member: cache.match_prefix(prompts[member]) for member in members}
+        ends |= {member: match.node for member, match in matches.items()}
+        new = [member for member, match in matches.items() if match.length < len(prompts[member])]
         if new:
-            call = PromptCall(parts, new)
+            call = PromptCall(parts, [(prompts[member], matches[member]) for member in new])
             call.run()
             cache.counters.num_computed += call.plan.num_rows
-            for number, (ids, _) in enumerate(new):
-                cache.insert(ids, partial(call.key_values, number))
-    return [cache.walk(ids).node for ids in prompts]
+            for number, member in enumerate(new):
+                ends[member] = cache.insert(prompts[member], partial(call.key_values, number))
+    return ends

@@ -132,11 +132,7 @@ class PromptCache(Cache):
         ends = prefill(self.parts, self.stored, [row[row >= 0][:-1] for row in prompts.cpu().numpy()])
         self.width, self._paths = ids.shape[1] - 1, [ends[number].path for number in numbers.tolist()]
         self._lengths = from_first_on.sum(1).cpu().numpy() - 1
-        self._readers = {
-            node: readers
-            for node, readers in readers_of(self._paths, ids.device).items()
-            if len(node.tokens) * (readers.number - 1) >= PIECE_CELLS
-        }
+        self._readers = readers_of(self._paths, ids.device, PIECE_CELLS)
 
     def attend(self, number: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Store the keys and values of a step in one layer, and attend to all that each row sees.

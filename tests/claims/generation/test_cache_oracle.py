@@ -149,7 +149,7 @@ def test_random_operations(budget: int | None, print_after: Callable[[str, str],
     )
 
 
-SPLIT, WALK, EVICT = Node.split, RadixCache.walk, RadixCache.evict
+SPLIT, WALK, EVICT = Node.split, RadixCache._walk, RadixCache.evict
 
 
 def split_that_swaps_the_rows(node: Node, length: int) -> Node:
@@ -183,7 +183,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "inner nodes are evicted": (RadixCache, "evict", evict_as_if_zero("start")),
     "locked leaves are evicted": (RadixCache, "evict", evict_as_if_zero("locks")),
     "any leaf is evicted": (RadixCache, "evict", evict_as_if_zero("last_used")),
-    "a lookup is not a use": (RadixCache, "walk", walk_that_forgets_the_time),
+    "a lookup is not a use": (RadixCache, "_walk", walk_that_forgets_the_time),
 }
 
 
