@@ -209,7 +209,7 @@ def _install(
             f"{type(parts.backbone).__name__} is shared already, alone or inside another model; call restore_model "
             f"with what was shared first"
         )
-    take_over(parts.decoder.config, frozenset(map(type, parts.decoder.modules())))
+    take_over(parts.decoder.config, frozenset(map(type, parts.decoder.modules())))  # a backbone makes its masks early
     mixers = install_mixers(parts.decoder)
     generates = parts.base.can_generate() or parts.base is parts.backbone  # any head may use a bare backbone
     report = SharingReport()
