@@ -118,7 +118,7 @@ class BackboneHooks:
         if kwargs.get(RADIX) is not None:
             given = self._of_collated(backbone, arguments_of(backbone, args, kwargs))
             return self._begun(backbone, given, args, kwargs)
-        call = self.padded.begin(backbone, args, kwargs)
+        call = self.padded.begin(self.model, backbone, args, kwargs)
         if call is None:
             self.watch.count(backbone, bool(self.report.num_shared), self.report)
             return None
@@ -145,7 +145,7 @@ class BackboneHooks:
 
     def _shared(self, call: Upstream, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the decoder gets in place of args and kwargs; None if the call is not shared."""
-        given = self.padded.arguments(self.model, call, args, kwargs)
+        given = self.padded.arguments(call, args, kwargs)
         self.watch.count(call.backbone, bool(self.report.num_shared), self.report)
         return None if given is None else self._begun(call.decoder, given, args, kwargs)
 

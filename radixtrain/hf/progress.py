@@ -78,7 +78,7 @@ class Progress(threading.local):
 class Upstream:
     """A call of a backbone that shares if its text decoder can.
 
-    backbone, decoder: of the call. given: the arguments of the backbone.
+    backbone, decoder: of the call. given: the arguments of the backbone. verdict: what is known of the model.
     pictures: `Pictures` of the tower's call; None before it, or without one.
     embedded: what the embedding returned for the ids, until the decoder begins.
     is_over: whether the decoder has begun. Until then masks wait for it.
@@ -87,6 +87,7 @@ class Upstream:
     backbone: PreTrainedModel
     decoder: PreTrainedModel
     given: Mapping[str, Any]
+    verdict: Any = None
     pictures: Any = None
     embedded: list[Tensor] = field(default_factory=list)
     is_over: bool = False

@@ -17,7 +17,6 @@ from torch import nn
 
 from radixtrain.collators.misuse_guard import SHARED
 from radixtrain.errors import UserError
-from radixtrain.hf.attention_interface import take_over
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
 from radixtrain.hf.guards.batch import Options, check_choice
 from radixtrain.hf.guards.rules import EntryPoint, check_supported, why_unsupported
@@ -209,7 +208,6 @@ def _install(
             f"{type(parts.backbone).__name__} is shared already, alone or inside another model; call restore_model "
             f"with what was shared first"
         )
-    take_over(parts.decoder.config, frozenset(map(type, parts.decoder.modules())))
     mixers = install_mixers(parts.decoder)
     generates = parts.base.can_generate() or parts.base is parts.backbone  # any head may use a bare backbone
     report = SharingReport()

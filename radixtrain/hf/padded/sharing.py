@@ -53,29 +53,39 @@ class PaddedSharing:
     report: SharingReport
     leaves_refused: bool = False
 
-    def begin(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Upstream | None:
+    def begin(
+        self, model: PreTrainedModel, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Upstream | None:
         """Return a call of the backbone that its decoder may share; None, and the reason counted, for any other.
 
-        args, kwargs: of the backbone.
+        model: around the backbone. args, kwargs: of the backbone.
         """
-        call = Upstream(backbone, text_decoder_of(backbone), arguments_of(backbone, args, kwargs))
+        decoder = text_decoder_of(backbone)
+        call = Upstream(backbone, decoder, arguments_of(backbone, args, kwargs))
         reason = why_unshared(call, self.generates)
+        if reason is None:
+            call.verdict = look(  # before the backbone makes masks, for which attention has to be taken over
+                Parts(model, backbone, decoder),
+                rules="share_prefixes",
+                allowed=self.options.allow_dropout,
+                hooks=hooks_between_ours(decoder),
+                besides=None if backbone is decoder else backbone.get_input_embeddings(),  # which the backbone calls
+            )
+            reason = call.verdict.reason
         if reason is None:
             return call
         self.report.count_unshared(reason)
         return None
 
-    def arguments(
-        self, model: PreTrainedModel, call: Upstream, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> dict[str, Any] | None:
+    def arguments(self, call: Upstream, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the arguments by which the decoder computes unique tokens; None, and the reason counted, if it cannot.
 
-        model: around the backbone. args, kwargs: of the decoder.
+        args, kwargs: of the decoder.
         """
         call.is_over = True
         began = time.perf_counter()
         try:
-            given = self._planned(model, call, arguments_of(call.decoder, args, kwargs))
+            given = self._planned(call, arguments_of(call.decoder, args, kwargs))
         except NotShared as reason:
             self.report.count_unshared(str(reason))
             return None
@@ -84,17 +94,9 @@ class PaddedSharing:
         self._count(given["radix_call"], call)
         return given
 
-    def _planned(self, model: PreTrainedModel, upstream: Upstream, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _planned(self, upstream: Upstream, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the shared call. Raises NotShared if there is none. given: of the decoder."""
-        backbone, decoder, options = upstream.backbone, upstream.decoder, self.options
-        verdict = look(
-            Parts(model, backbone, decoder),
-            rules="share_prefixes",
-            allowed=options.allow_dropout,
-            hooks=hooks_between_ours(decoder),
-            besides=None if backbone is decoder else backbone.get_input_embeddings(),  # which the backbone calls
-        )
-        _refuse(verdict.reason)
+        decoder, verdict, options = upstream.decoder, upstream.verdict, self.options
         causes = Causes.read(upstream, given)
         batch, device = causes.batch, causes.device
         _refuse(why_batch_is_not_shared(upstream, batch))
@@ -102,7 +104,7 @@ class PaddedSharing:
             _refuse(_why_left_padding_matters(decoder, verdict, batch.position_ids is not None))
         if batch.is_packed:
             if verdict.separates is None:
-                verdict.separates = separates_packed_sequences(backbone, upstream.given["input_ids"].device)
+                verdict.separates = separates_packed_sequences(upstream.backbone, upstream.given["input_ids"].device)
             if not verdict.separates:
                 raise NotShared("a row has several sequences, and this model does not separate them")
         causes.read_windows()
