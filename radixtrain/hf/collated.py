@@ -20,7 +20,7 @@ from radixtrain.hf.backbone import Parts, arguments_of, in_one_row, with_rows
 from radixtrain.hf.guards.batch import Options, check_batch, check_evaluation, on_device_of_rows, own_layout
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.padded.calls import is_compiled
-from radixtrain.hf.padded.fused_heads import share_fused_heads
+from radixtrain.hf.padded.row_functions import share_fused_heads
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
 from radixtrain.hf.sharing_report import NOT_ALIKE, SharingReport, is_frozen
 from radixtrain.hf.token_losses import watched
