@@ -40,11 +40,6 @@ def shown(real: Any, x: SpreadRows, place_rows: Any, shaped: Any = None) -> Spre
     return real(x, place_rows, x.shaped if is_copy else shaped)
 
 
-def of_the_memory(real: Any, x: SpreadRows, place_rows: Any, shaped: Any = None) -> SpreadRows:
-    """The gradient of a view does not pass the one that it is a view of."""
-    return real(x if shaped is None else x.memory, place_rows, shaped)
-
-
 def cloned(x: SpreadRows) -> Tensor:
     """As if the ordinary tensor were made anew."""
     assert x.dense is not None
@@ -86,7 +81,6 @@ def shifted(found: SpreadRows) -> SpreadRows:
 MISTAKES: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
     "a copy that sees a change": (SpreadRows, "at", shown),
     "a view that is a copy": (SpreadRows, "_make_dense", copied),
-    "a view of the whole memory": (SpreadRows, "at", of_the_memory),
     "made in the modes of the reader": (Modes, "entered", lambda *args: nullcontext()),
     "made in the grad mode of the reader": (Modes, "entered", of_the_reader("grad")),
     "made in inference mode": (Modes, "entered", of_the_reader("inference")),
