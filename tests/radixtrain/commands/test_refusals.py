@@ -66,7 +66,6 @@ METRICS = {
 OTHERS = {  # commands
     "report --max_seconds=-1": "max_seconds must be at least 0",
     "report --model.model_name_or_path=no/such/folder": "no tokenizer in no/such/folder",
-    "verify --num_steps=0": "num_steps must be at least 1",
     "inspect --step=5": "step: an epoch has the steps 0 to 4, got 5",
     "inspect --step=-1": "step: an epoch has the steps 0 to 4, got -1",
     "inspect --micro_batch=-1": "micro_batch: step 0 has the micro-batches 0 to 0, got -1",
@@ -82,7 +81,6 @@ OTHERS = {  # commands
 TRAINER = {
     "--trainer.devices=9223372036854775808": "trainer.devices must be at most 1,000, or auto; got 922",
     "--trainer.max_time=soon": "trainer.max_time must be DD:HH:MM:SS",
-    "--trainer.max_time=1:2": "trainer.max_time must be DD:HH:MM:SS",
     "--trainer.accelerator=cpu --trainer.devices=0": "trainer.devices must be at least 1, or auto; got 0",
     "--trainer.strategy=nonsense": "trainer.strategy nonsense: no such strategy; there are auto, ddp, ",
     "--trainer.limit_val_batches=1.5": "trainer.limit_val_batches 1.5: a number of steps, or a share",

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3Config
 
 from radixtrain.errors import UserError
+from radixtrain.hf.config import end_tokens
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.module import RadixModule
 from radixtrain.training.start.loading import (
@@ -136,6 +137,7 @@ class TestDamagedCheckpoints:
             (tmp_path / file).write_bytes(content)
             with pytest.raises(UserError, match=re.escape(f"{tmp_path / file}: expected a JSON object, ")):
                 load_model(str(tmp_path), "float32", "sdpa")
+            end_tokens(str(tmp_path))  # asked before
 
     @FULL
     def test_a_value_that_makes_no_model(self, tmp_path):
