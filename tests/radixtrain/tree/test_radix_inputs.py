@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from radixtrain import RadixCollator
 from radixtrain.collators.steps import PaddedCollator
-from radixtrain.tree.radix_inputs import RadixInputs, with_radix
+from radixtrain.tree.radix_inputs import RadixInputs, layout_of, with_radix
 from tests.support.batches import as_python
 
 FEATURES = [{"input_ids": [7, 8, 9, 1], "labels": [-100, 8, 9, 1]}, {"input_ids": [7, 8, 5], "labels": [-100, 8, 5]}]
@@ -76,6 +76,7 @@ def test_other_values_in_some_fields(name: str) -> None:
         **as_python({"loss_weights": weights, "label_indices": tokens, "num_tokens": 3}),
     }
     assert as_python(changed["radix"]) == expected and as_python(batch) == before
+    assert name == "padded" or as_python(layout_of(changed)) == expected["layout"]
 
 
 @pytest.mark.parametrize("name", BATCHES)
