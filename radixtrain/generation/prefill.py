@@ -26,7 +26,7 @@ from radixtrain.hf.attention_interface import Call, Extent, Heads
 from radixtrain.hf.backbone import Parts, num_attention_layers
 from radixtrain.hf.guards.batch import check_length
 from radixtrain.hf.guards.draws import evaluating
-from radixtrain.hf.guards.model import verdict_of
+from radixtrain.hf.guards.model import look
 from radixtrain.hf.guards.rules import WITHOUT, check_supported
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.stored import Readers, Shared
@@ -54,14 +54,8 @@ def generating(model: nn.Module, parts: Parts, longest: int) -> Iterator[None]:
     check_length(parts, longest)
     try:
         with _GENERATING, evaluating(model), torch.no_grad():
-            verdict = verdict_of(
-                parts.base,
-                parts.backbone,
-                parts.head,
-                shape=(3, longest),
-                outer=[parts.base, parts.backbone],
-            )
-            if (reason := verdict.reason) is not None:
+            verdict = look(parts, parts.head, outer=[parts.base, parts.backbone])
+            if (reason := verdict.why_not(parts.backbone, parts.head, shape=(3, longest))) is not None:
                 raise UserError(f"{parts.name}: {reason}; leave it out, or {WITHOUT['generate']}")
             yield
     except UserError as error:  # of a layer
