@@ -111,12 +111,10 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.Tensor._backward_hooks": "says whether someone waits for the gradient of embeddings",
         "torch._C._will_engine_execute_node": "says whether torch.autograd.grad asks for the gradient of embeddings",
     },
-    "radixtrain/hf/padded/fused_heads.py": {
-        "trl.trainer.utils._ChunkedLogProbFunction": "scores hidden states without calling the head",
-    },
     "radixtrain/hf/padded/row_functions.py": {
         "torch.utils._pytree": "finds the tensors among the arguments of a function",
         "torch.Tensor._is_view": "says of a tensor without memory whether a function made a view or a copy",
+        "trl.trainer.utils._ChunkedLogProbFunction": "scores hidden states without calling the head",
     },
     "radixtrain/hf/pictures.py": {
         "torch.nn.Module._backward_hooks": "tells whether someone reads a gradient before the text decoder",

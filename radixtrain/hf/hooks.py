@@ -31,7 +31,7 @@ from radixtrain.hf.guards.model import look
 from radixtrain.hf.guards.rules import EntryPoint
 from radixtrain.hf.padded.calls import LEARNS_NOTHING, is_compiled
 from radixtrain.hf.padded.causes import with_made_masks
-from radixtrain.hf.padded.fused_heads import share_fused_heads
+from radixtrain.hf.padded.row_functions import share_fused_heads
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.pictures import compute_every_picture, compute_pictures_once
 from radixtrain.hf.progress import Upstream, running

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, TypeAlias
 
@@ -72,14 +72,11 @@ def image_token_of(backbone: PreTrainedModel) -> int | None:
 def compute_pictures_once(backbone: PreTrainedModel) -> None:
     """Put a method in place of `get_image_features` that computes equal pictures of a shared call once."""
     if hasattr(backbone, TOWER):
-        own = inspect.signature(getattr(backbone, TOWER))
 
+        @wraps(getattr(type(backbone), TOWER))  # its name, by which a pickle finds it, and what `generate` reads
         def compute(backbone: Any, *args: Any, **kwargs: Any) -> Any:
             return _distinct_once(backbone, *args, **kwargs)
 
-        first = inspect.Parameter("backbone", inspect.Parameter.POSITIONAL_ONLY)
-        compute.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
-        compute.__name__ = TOWER  # by which a pickle finds it; and `generate` reads its arguments
         setattr(backbone, REPLACED, vars(backbone).get(TOWER))
         setattr(backbone, TOWER, MethodType(compute, backbone))
 

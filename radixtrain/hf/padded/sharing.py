@@ -26,8 +26,8 @@ from radixtrain.hf.padded.calls import (
     why_unshared,
 )
 from radixtrain.hf.padded.causes import Causes, NotShared
-from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.places import NO_ROW, Places
+from radixtrain.hf.padded.row_functions import share_fused_heads
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.progress import Upstream
 from radixtrain.hf.sharing_report import SharingReport
@@ -107,7 +107,6 @@ class PaddedSharing:
                 verdict.separates = separates_packed_sequences(upstream.backbone, upstream.given["input_ids"].device)
             if not verdict.separates:
                 raise NotShared("a row has several sequences, and this model does not separate them")
-        causes.read_windows()
         shortest = {"min_shared_tokens": options.min_shared_tokens}
         plan = build_prefix_plan(causes.codes, batch.cu_seqlens, batch.attended_positions, **shortest)
         if batch.attended.size < options.min_ratio * plan.num_rows:
