@@ -132,6 +132,12 @@ def has_unknown_code(module: nn.Module) -> bool:
     return _unknown(_functions(*code), KNOWN) is not None
 
 
+def has_third_party_code(module: nn.Module) -> bool:
+    """Return whether no known package defines one of a module's hooks or its own `forward`, which may be declared."""
+    functions = _functions(*hooks_of(module), *_on_instance(module))
+    return any(_origin(each)[1].partition(".")[0] not in KNOWN for each in functions)
+
+
 def why_recorded() -> str | None:
     """Say what records or changes this call around the model, for other tokens too; None if nothing does."""
     if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:

@@ -20,7 +20,7 @@ from radixtrain.hf.guards import model as trial
 from radixtrain.hf.recurrent import ForkedStates
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunGroup, RunLayout, runs_of_segments
-from radixtrain.verification.report import EquivalenceReport
+from radixtrain.verification.equivalence import EquivalenceReport
 from tests.claims.mistakes import assert_caught, plant
 from tests.support.models import NEEDS_FORKS, tiny_model
 

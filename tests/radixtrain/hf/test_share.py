@@ -17,7 +17,7 @@ MODIFIED = {"Gemma2": {"attn_logit_softcapping": 0.5, **EAGER}, "GptOss": {}, "M
 
 def error_of(model):
     """The worst relative L2 error of a gradient in float64."""
-    return verify_equivalence(model, FEATURES, precisions=["float64"])["float64"].worst.radix
+    return verify_equivalence(model, FEATURES)["float64"].worst.radix
 
 
 @pytest.mark.parametrize(
