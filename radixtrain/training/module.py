@@ -29,9 +29,8 @@ from radixtrain.training.fault_tolerance.run_state import Position, seed_per_ran
 from radixtrain.training.optimizer import num_steps_of_run, optimizer_of, schedule
 from radixtrain.training.progress import Speed
 from radixtrain.training.start.loading import check_draws, check_length, load_trainable
-from radixtrain.verification.equivalence import verify_step
+from radixtrain.verification.equivalence import EquivalenceReport, verify_step
 from radixtrain.verification.oracle import Features
-from radixtrain.verification.report import EquivalenceReport
 
 if TYPE_CHECKING:
     from radixtrain.training.answers.predictions import PredictedAnswers

@@ -21,8 +21,7 @@ from transformers import (
 )
 
 from radixtrain.errors import UserError, did_you_mean, first_line
-from radixtrain.hf.activation_checkpointing import recompute
-from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.backbone import parts_of, recompute
 from radixtrain.hf.config import (
     MODEL_JSON,
     MODEL_NAMES,

@@ -3,7 +3,6 @@
 import pickle
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from radixtrain import RadixCollator
 from radixtrain.collators.steps import PaddedCollator
-from radixtrain.tree.radix_inputs import RadixInputs, layout_of, with_radix
+from radixtrain.tree.radix_inputs import RadixInputs, with_radix
 from tests.support.batches import as_python
 
 FEATURES = [{"input_ids": [7, 8, 9, 1], "labels": [-100, 8, 9, 1]}, {"input_ids": [7, 8, 5], "labels": [-100, 8, 5]}]
@@ -77,13 +76,6 @@ def test_other_values_in_some_fields(name: str) -> None:
         **as_python({"loss_weights": weights, "label_indices": tokens, "num_tokens": 3}),
     }
     assert as_python(changed["radix"]) == expected and as_python(batch) == before
-
-
-def test_another_layout() -> None:
-    batch, other = RadixCollator()(FEATURES), layout_of(RadixCollator()(FEATURES[:1]))
-    changed = with_radix(batch, host=other.host, plan=other.rows)
-    assert as_python(layout_of(changed)) == as_python(other)
-    assert np.array_equal(changed["radix"].predictor_indices, batch["radix"].predictor_indices)
 
 
 @pytest.mark.parametrize("name", BATCHES)
