@@ -11,17 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain import share_prefixes
-from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.head import has_plain_head, logits_rows
-from radixtrain.hf.predicting_rows import inputs_of
-from radixtrain.testing import relative_error
-from radixtrain.verification.oracle import float64_throughout
-from tests.support import cases
-from tests.support.models import tiny_model
+from radixtrain.hf.head import has_plain_head
+from tests.support.models import DECODER, tiny_model, with_adapters
 
-DECODER = {"is_decoder": True}
 PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", {}),
     "Qwen3, tied": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
@@ -42,10 +35,6 @@ NOT_PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "RecurrentGemma, soft-cap by another name": ("RecurrentGemmaForCausalLM", {}),
 }
 EVERY = {**PLAIN, **NOT_PLAIN}
-FEATURES = [
-    {"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in ([7, 8, 9, 1, 2, 3], [7, 8, 9, 3], [7, 8, 5, 6, 4])
-]
-BAR = 1e-12
 
 
 def build(name: str) -> Any:
@@ -146,11 +135,9 @@ class TestMutations:
 
     @pytest.mark.parametrize("option", ["target_modules", "modules_to_save"])
     def test_an_adapter_on_the_head(self, option: str) -> None:
-        peft = pytest.importorskip("peft", reason="pip install peft")
-        elsewhere = peft.get_peft_model(build("Llama"), peft.LoraConfig(target_modules=["q_proj"]))
-        assert has_plain_head(elsewhere)
-        options = {"target_modules": ["q_proj"], option: ["lm_head"]}
-        assert not has_plain_head(peft.get_peft_model(build("Llama"), peft.LoraConfig(**options)))
+        elsewhere = {"target_modules": ["q_proj"]}
+        assert has_plain_head(with_adapters(build("Llama"), **elsewhere))
+        assert not has_plain_head(with_adapters(build("Llama"), **{**elsewhere, option: ["lm_head"]}))
 
 
 def of_images(self: Any, input_ids: Tensor, images: Tensor) -> Any:
@@ -183,16 +170,3 @@ def test_the_model_is_left_as_it_was(mode: Any) -> None:
     assert torch.equal(torch.get_rng_state(), random)
     assert "forward" not in vars(model.model)
     assert not ran and all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("name", cases(list(EVERY)[:-1], quick=["Llama", "BERT", "Granite, scaled"]))
-def test_rows_of_a_padded_batch(name: str) -> None:
-    """The logits of the rows that predict, and no other row goes through the head. Losses: test_predicting_rows.py."""
-    model, batch, seen = build(name), PaddedCollator()(FEATURES), []
-    with float64_throughout(model):
-        expected = torch.cat([model(torch.tensor([f["input_ids"]])).logits[0, :-1] for f in FEATURES])
-        model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
-        logits = logits_rows(parts_of(model), inputs_of(batch))
-        assert logits.shape == expected.shape == (12, 64)
-        assert relative_error(logits, expected) <= BAR
-        assert [shape[:-1] for shape in seen] == [(1, 12)]

@@ -1,6 +1,7 @@
 """Loss and log-probabilities are Hugging Face's, whatever the kind of batch and whoever computes the logits."""
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -43,18 +44,25 @@ HEADS: list[tuple[str, dict[str, Any], bool]] = [
     ("Qwen3ForCausalLM", {}, False),
     ("PhiForCausalLM", {}, True),  # with a bias
     ("BertLMHeadModel", DECODER, False),
+    ("GraniteForCausalLM", {"logits_scaling": 2.0}, False),
 ]
+EVERY = [(name, *head) for name, head in product(COLLATORS, HEADS)]
+# Its positions are not those of the collator, and a radix batch is refused.
+EVERY.append(("padded", "RobertaForCausalLM", {**DECODER, "pad_token_id": 0}, False))
 
 
-@pytest.mark.parametrize(("model_class", "settings", "plain_head"), HEADS)
-@pytest.mark.parametrize("name", COLLATORS)
+@pytest.mark.usefixtures("hooks_that_may_stay")
+@pytest.mark.parametrize(("name", "model_class", "settings", "plain_head"), EVERY)
 def test_the_loss_is_the_sum_over_labelled_tokens(
     name: str, model_class: str, settings: dict[str, Any], plain_head: bool
 ) -> None:
-    model = tiny_model(model_class, **settings).double()
+    """No row goes through the head but those that predict."""
+    model, seen = tiny_model(model_class, **settings).double(), list[int]()
     expected = loss_of_hugging_face(model)
     shared = model if name == "padded" else share_prefixes(model)
+    model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
     predictions = forward_rows(shared, COLLATORS[name](FEATURES), plain_head)
+    assert plain_head or seen[-1] == len(predictions.rows)
     assert predictions.rows.shape[1] == (32 if plain_head else 64)
     assert (predictions.head is not None) == plain_head
     assert predictions.loss_sum().item() == pytest.approx(expected, rel=1e-12)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from radixtrain import verify_equivalence
@@ -11,10 +10,9 @@ from radixtrain.testing import assert_within_reference_error
 from radixtrain.verification.oracle import float64_throughout
 from radixtrain.verification.report import TENSOR_FACTOR
 from tests.support import cases
-from tests.support.models import tiny_qwen3
+from tests.support.models import tiny_qwen3, with_adapters
 
 pytest.importorskip("bitsandbytes", reason="weights of 4 bits need bitsandbytes: pip install bitsandbytes")
-peft = pytest.importorskip("peft", reason="adapters need peft: pip install peft")
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3, 4, n, 5] for n in range(6, 12))]
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
@@ -48,13 +46,7 @@ def load(folder):
 
 def adapted(model, **options):
     """With adapters that are not zero."""
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", **options)
-    model = peft.get_peft_model(model, lora)
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.02)
-    return model.train()
+    return with_adapters(model, r=4, target_modules="all-linear", init_lora_weights=False, **options).train()
 
 
 def test_the_layers(load, tiny_qwen3):

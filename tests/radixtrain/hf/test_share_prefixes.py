@@ -16,7 +16,7 @@ from radixtrain import RadixCollator, restore_model, share_prefixes, sharing_rep
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.verification.oracle import float64_throughout, gradients_of
-from tests.support.models import tiny_model
+from tests.support.models import tiny_model, with_adapters
 from tests.support.steps import assert_same_gradient, same
 
 IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 0], [7, 8, 9, 5, 0, 0], [7, 8, 9, 5, 6, 0]])
@@ -160,11 +160,8 @@ class TestHeadsThatAreReplaced:
     )
     def test_by_peft(self, tiny_qwen3, adapters, products):
         """It copies a head with our hooks on it, and both sets run, or puts a layer around it; all can be removed."""
-        from peft import LoraConfig, get_peft_model
-
         model = share_prefixes(tiny_qwen3(tie_word_embeddings=False))
-        config = LoraConfig(r=2, **{"target_modules": ["q_proj"], "init_lora_weights": False, **adapters})
-        wrapped = get_peft_model(model, config)
+        wrapped = with_adapters(model, **{"target_modules": ["q_proj"], "init_lora_weights": False, **adapters})
         report = assert_same_gradient(wrapped, own_loss)
         assert (report.num_shared, report.num_head_rows) == (1, 10 * products)
         merged = wrapped.merge_and_unload().requires_grad_(True)

@@ -10,7 +10,7 @@ from radixtrain import share_prefixes, step_losses
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
-from tests.support.models import tiny_model
+from tests.support.models import tiny_model, with_adapters
 from tests.support.steps import Build, same
 
 PROMPT = [7, 8, 9, 10, 11, 12]
@@ -56,13 +56,8 @@ def halved_logits(module: Any, args: Any, output: Any) -> Any:
     return output
 
 
-def with_adapters(model: Any, kind: str, **settings: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    return peft.get_peft_model(model, getattr(peft, kind)(**settings))
-
-
 def with_lora_and_a_hook(model: Any) -> Any:
-    model = with_adapters(model, "LoraConfig", target_modules=["q_proj"])
+    model = with_adapters(model, target_modules=["q_proj"])
     model.register_full_backward_hook(doubled)
     return model
 

@@ -15,7 +15,7 @@ from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.guards import rules
 from radixtrain.hf.share import check_takes_collated
 from tests.support import FULL
-from tests.support.models import IS_OLDER, since, tiny_model
+from tests.support.models import DECODER, IS_OLDER, since, tiny_model, with_adapters
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 MIXES = "computes a token from others, or from its place among them"
@@ -24,7 +24,6 @@ NO_NEXT_TOKENS = r"is not a causal language model, .* or share_prefixes\(model\)
 FROM_PADDING = r"counts positions from padding_idx \+ 1 = 1 .* a radix batch counts from 0"
 EXPERTS = {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "moe_jitter_eps": 0.1}
 DBRX = {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}, "ffn_config": EXPERTS}
-DECODER = {"is_decoder": True}
 
 # Class, settings, message: of a rule when the model is shared, or of the probe in its first call. Of other families:
 # tests/claims/equivalence/test_families.py.
@@ -209,12 +208,6 @@ class TestSoftCap:
             share_prefixes(tiny_model("Gemma2ForCausalLM", attn_implementation="eager"), kernel="torch")
 
 
-def with_lora(model: Any, dropout: float, **settings: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    settings = {"target_modules": "all-linear", **settings}
-    return peft.get_peft_model(model, peft.LoraConfig(lora_dropout=dropout, init_lora_weights=False, **settings))
-
-
 def dropout(model: Any) -> Any:
     model.model.layers[1].mlp.act_fn = nn.Sequential(model.model.layers[1].mlp.act_fn, nn.Dropout(0.5))
     return model
@@ -228,9 +221,12 @@ def noise(model: Any) -> Any:
 
 
 DRAWS: dict[str, tuple[Callable[[Any], Any], str]] = {  # what draws; its number and the name by which it is allowed
-    "an adapter": (lambda model: with_lora(model, 0.5), r"q_proj\.lora_dropout\.default\.p=0\.5.*\['lora_dropout'\]"),
+    "an adapter": (
+        lambda model: with_adapters(model, lora_dropout=0.5, target_modules="all-linear"),
+        r"q_proj\.lora_dropout\.default\.p=0\.5.*\['lora_dropout'\]",
+    ),
     "on the head": (
-        lambda model: with_lora(model, 0.5, target_modules=["lm_head"]),
+        lambda model: with_adapters(model, lora_dropout=0.5, target_modules=["lm_head"]),
         r"the head draws .*lora_dropout\.default\.p=0\.5.*\['lora_dropout'\]",
     ),
     "a module": (dropout, r"layers\.1\.mlp\.act_fn\.1\.p=0\.5.*\['1'\]"),

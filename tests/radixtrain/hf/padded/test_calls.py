@@ -13,7 +13,7 @@ from radixtrain import share_prefixes, sharing_report
 from radixtrain.hf.backbone import CACHE
 from radixtrain.hf.sharing_report import SharingReport
 from tests.support import cases
-from tests.support.models import tiny_model
+from tests.support.models import tiny_model, with_adapters
 from tests.support.models import tiny_qwen3 as qwen3
 from tests.support.steps import assert_same_gradient
 
@@ -264,14 +264,11 @@ class TestState:
 
     def test_adapters_by_row(self):
         """PEFT gives every layer of a call the names of the adapters, one for each row."""
-        from peft import LoraConfig, get_peft_model
-
-        lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
 
         def make() -> Any:
-            torch.manual_seed(0)
-            model = get_peft_model(qwen3(tie_word_embeddings=False), lora)
-            model.add_adapter("other", lora)
+            model = qwen3(tie_word_embeddings=False)
+            model = with_adapters(model, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+            model.add_adapter("other", model.peft_config["default"])
             return model.eval()
 
         def call(model: Any) -> Tensor:
