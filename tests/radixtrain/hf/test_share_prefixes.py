@@ -6,11 +6,15 @@ Loss and gradients are those of the untouched model, in float64; a call that can
 import copy
 import pickle
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from radixtrain import RadixCollator, restore_model, share_prefixes, sharing_report
 from radixtrain.errors import UserError
@@ -35,13 +39,46 @@ ENCODERS = """BertForSequenceClassification BertForMaskedLM ModernBertModel Euro
     LayoutLMForTokenClassification SplinterModel FNetForSequenceClassification NomicBertModel"""
 
 
+class Wrapper(nn.Module):
+    def __init__(self, *models: nn.Module):
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.models[0](**inputs)
+
+
+def functional_loss(model: Any) -> Tensor:
+    return functional_call(model, dict(model.named_parameters()), (), {**BATCH, "labels": LABELS}).loss
+
+
+def of_directions(model: Any) -> Tensor:
+    """Padding is masked afterwards: 0 / 0 would be NaN, and NaN * 0 too."""
+    hidden = model.model(**BATCH).last_hidden_state
+    return (hidden / hidden.norm(dim=-1, keepdim=True) * MASK[..., None]).sum(1).sin().sum()
+
+
+# What is made of a model, its loss, and how often the backbone runs.
+PROGRAMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor], int]] = {
+    "a bare backbone": (lambda model: model.model, lambda model: model(**BATCH)[0][KEPT].sin().sum(), 1),
+    "in wrappers": (lambda model: Wrapper(Wrapper(model), nn.Linear(2, 2)), own_loss, 1),
+    "the whole model in a checkpoint": (nn.Module.train, partial(checkpoint, own_loss, use_reentrant=False), 2),
+    "functional_call": (nn.Module.train, functional_loss, 1),
+    "directions": (nn.Module.train, of_directions, 1),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_loss_and_gradient(tiny_qwen3, name):
+    """Losses that read padding end in an error: tests/claims/padded/test_calls.py."""
+    make, loss_of, num_calls = PROGRAMS[name]
+    report = assert_same_gradient(make(tiny_qwen3()), loss_of)
+    counts = report.num_shared, report.num_places, report.num_tokens, report.num_unique_tokens
+    assert counts == (num_calls, 24 * num_calls, 20 * num_calls, 9 * num_calls) and report.plan_seconds > 0
+
+
 class TestClasses:
     """Score heads and classes of tokens: tests/claims/padded/test_families.py."""
-
-    def test_a_bare_backbone(self, tiny_qwen3):
-        report = assert_same_gradient(tiny_qwen3().model, lambda model: model(**BATCH)[0][KEPT].sin().sum())
-        counts = report.num_shared, report.num_places, report.num_tokens, report.num_unique_tokens
-        assert counts == (1, 24, 20, 9) and report.plan_seconds > 0
 
     @pytest.mark.parametrize("model_class", ENCODERS.split())
     def test_an_encoder_shares_nothing(self, model_class):
@@ -92,23 +129,10 @@ def test_a_name_in_place_of_a_model():
         share_prefixes("Qwen/Qwen3-0.6B")
 
 
-class Wrapper(nn.Module):
-    def __init__(self, *models: nn.Module):
-        super().__init__()
-        self.models = nn.ModuleList(models)
-
-    def forward(self, **inputs: Any) -> Any:
-        return self.models[0](**inputs)
-
-
-class TestWrappers:
-    def test_one_model_inside(self, tiny_qwen3):
-        assert assert_same_gradient(Wrapper(Wrapper(tiny_qwen3()), nn.Linear(2, 2)), own_loss).num_shared == 1
-
-    @pytest.mark.parametrize("count", [0, 2])
-    def test_none_or_several(self, tiny_qwen3, count):
-        with pytest.raises(TypeError, match=f"Wrapper has {count}: "):
-            share_prefixes(Wrapper(*(tiny_qwen3() for _ in range(count))))
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_wrapper_of_no_model_or_several(tiny_qwen3, count):
+    with pytest.raises(TypeError, match=f"Wrapper has {count}: "):
+        share_prefixes(Wrapper(*(tiny_qwen3() for _ in range(count))))
 
 
 class TestBothKindsOfBatches:
@@ -176,64 +200,34 @@ class TestHeadsThatAreReplaced:
         assert report.num_head_rows == 10 * 2, "both calls were shared"
 
 
-class TestHooksOfTheUser:
-    def test_what_they_see(self, tiny_qwen3):
-        """What they see in an untouched model: `[B, L]` and `[B, L, D]`. Those that come later: guards/test_code.py."""
-        model, seen = tiny_qwen3(), []
+def test_what_hooks_of_the_user_see(tiny_qwen3):
+    """What they see in an untouched model: `[B, L]` and `[B, L, D]`. Those that come later: guards/test_code.py."""
+    model, seen = tiny_qwen3(), []
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.append((args[0] if args else kwargs["input_ids"]).shape)
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append((args[0] if args else kwargs["input_ids"]).shape)
 
-        for module in (model.model, model.lm_head):
-            module.register_forward_pre_hook(before, with_kwargs=True)
-        model.model.register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state.shape))
-        share_prefixes(model)(**BATCH)
-        assert seen == [(4, 6), (4, 6, 32), (4, 6, 32)]
-        assert sharing_report(model).num_shared == 1
-
-
-class TestCallsInAnyOrder:
-    @pytest.mark.parametrize("place", ["layer", "head", "after the head"])
-    def test_after_an_error_in_the_middle(self, tiny_qwen3, place):
-        model = share_prefixes(tiny_qwen3())
-        expected = own_loss(model)
-        module = model.model.layers[1] if place == "layer" else model.lm_head
-
-        def fail(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        register = module.register_forward_hook if place == "after the head" else module.register_forward_pre_hook
-        handle = register(fail)
-        with pytest.raises(KeyboardInterrupt):
-            own_loss(model)
-        handle.remove()
-        assert model.lm_head(torch.zeros(2, 3, 32)).shape == (2, 3, 50)
-        assert torch.equal(own_loss(model), expected)
-
-    def test_the_whole_model_in_a_checkpoint(self, tiny_qwen3):
-        from torch.utils.checkpoint import checkpoint
-
-        def loss_of(model: Any) -> Tensor:
-            return checkpoint(own_loss, model, use_reentrant=False)
-
-        assert assert_same_gradient(tiny_qwen3(), loss_of).num_shared == 2
-
-    def test_functional_call(self, tiny_qwen3):
-        def loss_of(model: Any) -> Tensor:
-            weights = dict(model.named_parameters())
-            return torch.func.functional_call(model, weights, (), {**BATCH, "labels": LABELS}).loss
-
-        assert assert_same_gradient(tiny_qwen3(), loss_of).num_shared == 1
+    for module in (model.model, model.lm_head):
+        module.register_forward_pre_hook(before, with_kwargs=True)
+    model.model.register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state.shape))
+    share_prefixes(model)(**BATCH)
+    assert seen == [(4, 6), (4, 6, 32), (4, 6, 32)]
+    assert sharing_report(model).num_shared == 1
 
 
-class TestLossesThatLeavePaddingOut:
-    """Those that read it end in an error: tests/claims/padded/test_calls.py."""
+@pytest.mark.parametrize("place", ["layer", "head", "after the head"])
+def test_after_an_error_in_the_middle(tiny_qwen3, place):
+    model = share_prefixes(tiny_qwen3())
+    expected = own_loss(model)
+    module = model.model.layers[1] if place == "layer" else model.lm_head
 
-    def test_directions_that_are_masked_afterwards(self, tiny_qwen3):
-        """0 / 0 would be NaN, and NaN * 0 too."""
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
 
-        def loss_of(model: Any) -> Tensor:
-            hidden = model.model(**BATCH).last_hidden_state
-            return (hidden / hidden.norm(dim=-1, keepdim=True) * MASK[..., None]).sum(1).sin().sum()
-
-        assert assert_same_gradient(tiny_qwen3().train(), loss_of).num_shared == 1
+    register = module.register_forward_hook if place == "after the head" else module.register_forward_pre_hook
+    handle = register(fail)
+    with pytest.raises(KeyboardInterrupt):
+        own_loss(model)
+    handle.remove()
+    assert model.lm_head(torch.zeros(2, 3, 32)).shape == (2, 3, 50)
+    assert torch.equal(own_loss(model), expected)

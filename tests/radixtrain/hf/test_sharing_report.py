@@ -45,10 +45,12 @@ class TestTheWarningThatNothingWasShared:
     def test_is_given_once(
         self, model: Any, caplog: pytest.LogCaptureFixture, batch: dict[str, Any], message: str
     ) -> None:
+        """And by a copy, which counts by itself."""
         run(model, batch, NUM_CALLS - 1)
         assert not caplog.records
-        run(model, batch, 2 * NUM_CALLS)
-        assert [message in record.getMessage() for record in caplog.records] == [True]
+        for each in (copy.deepcopy(model), model):
+            run(each, batch, 2 * NUM_CALLS)
+        assert [message in record.getMessage() for record in caplog.records] == [True, True]
 
     def test_not_if_one_batch_shared(
         self, model: Any, caplog: pytest.LogCaptureFixture, batch: dict[str, Any], message: str
@@ -98,15 +100,6 @@ class TestCounts:
         for step in steps:
             list(step_losses(model, step))
         assert sharing_report(model).num_tokens == steps[0].num_tokens == 9
-
-
-def test_a_copy_counts_by_itself(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    run(model, UNLIKE, NUM_CALLS - 1)
-    copied = copy.deepcopy(model)
-    run(copied, UNLIKE, 1)
-    assert len(caplog.records) == 1
-    run(model, UNLIKE, 1)
-    assert len(caplog.records) == 2
 
 
 ROWS = [{"input_ids": [7, 8, 9, 7, 8, 9, n], "labels": [-100] * 6 + [n]} for n in range(10, 14)]

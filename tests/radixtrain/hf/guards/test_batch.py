@@ -110,19 +110,36 @@ def test_generation_of_a_model_that_was_changed(
 class Cumulative(nn.Module):
     """In place of a layer's attention or mixer: it takes neither a function nor a cache of Hugging Face."""
 
+    def __init__(self, inner):
+        super().__init__()
+
     def forward(self, hidden_states, **kwargs):
         return hidden_states.cumsum(1), None
 
 
-@pytest.mark.parametrize(("layer", "name"), [(1, "linear_attn"), (2, "self_attn")])
-@pytest.mark.usefixtures("hooks_that_may_stay")
-def test_a_layer_of_ones_own_in_a_hybrid(tiny_hybrid, layer, name):
-    """Nobody counted it: it read all unique rows as one sequence."""
+class PassesNothingOn(nn.Module):
+    """Calls a decoder layer with nothing but its rows: no mask, none of the arguments of the model's call."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden, position_embeddings, **kwargs):
+        return self.layer(hidden, position_embeddings=position_embeddings)
+
+
+OWN = [("layers.1.linear_attn", Cumulative), ("layers.2.self_attn", Cumulative), ("layers.0", PassesNothingOn)]
+
+
+@pytest.mark.parametrize(("path", "own"), OWN)
+@pytest.mark.usefixtures("hooks_that_may_stay", "free_forks")
+def test_a_layer_of_ones_own_in_a_hybrid(tiny_hybrid, path, own):
+    """Nobody counted it, or it came later: it read all unique rows as one sequence."""
     kinds = ["linear_attention", "linear_attention", "full_attention"]
-    model = tiny_hybrid("Qwen3.5", num_hidden_layers=3, layer_types=kinds)
-    setattr(model.model.layers[layer], name, Cumulative())
-    with pytest.raises(UserError, match=rf"{MIXES}, first in layer {layer} |cannot be tried on a few tokens"):
-        share_prefixes(model)(**RadixCollator()(FEATURES))
+    model = share_prefixes(tiny_hybrid("Qwen3.5", num_hidden_layers=3, layer_types=kinds))
+    model.model.set_submodule(path, own(model.model.get_submodule(path)))
+    with pytest.raises(UserError, match=rf"{MIXES}, first in layer {path[7]} |cannot be tried on a few tokens"):
+        (model if own is PassesNothingOn else share_prefixes(model))(**RadixCollator()(FEATURES))
 
 
 class TestNotRefused:

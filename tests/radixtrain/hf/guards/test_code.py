@@ -194,32 +194,24 @@ def both(
 
 
 @pytest.mark.parametrize("name", THIRD_PARTY)
-def test_what_is_refused_by_name(tiny_qwen3: Build, name: str) -> None:
-    """A batch of a collator, and generation."""
+@pytest.mark.parametrize("before", [False, True])
+def test_what_is_refused_by_name(tiny_qwen3: Build, name: str, before: bool) -> None:
+    """A batch of a collator, by a bare backbone too, before and after it is shared; and generation."""
     refused = rf"\({__name__}.* would see the unique tokens"
-    model, other = share_prefixes(tiny_qwen3()), tiny_qwen3().eval()
-    THIRD_PARTY[name](model.model, [])
-    with pytest.raises(UserError, match=refused):
-        model(**batch())
-    nn.modules.module._global_forward_hooks.clear()
+    model, backbone, other = tiny_qwen3(), tiny_qwen3().model, tiny_qwen3().eval()
+    unlabelled = {key: value for key, value in batch().items() if not key.endswith("labels")}
+    for shared, decoder, inputs in ((model, model.model, batch()), (backbone, backbone, unlabelled)):
+        if not before:
+            share_prefixes(shared)
+        THIRD_PARTY[name](decoder, [])
+        with pytest.raises(UserError, match=refused):
+            (share_prefixes(shared) if before else shared)(**inputs)
+        nn.modules.module._global_forward_hooks.clear()
     THIRD_PARTY[name](other.model, [])
     with pytest.raises(UserError, match=f"{refused}.* use model.generate"):
         generate(other, IDS, max_new_tokens=2)
     with pytest.raises(UserError, match=refused):
         score_completions(other, IDS.tolist(), [[[1]]] * len(IDS))
-
-
-OF_THE_BACKBONE = ["a forward of the backbone", "ids of the backbone", "output of the backbone"]
-
-
-@pytest.mark.parametrize("name", ["a forward of an attention", *OF_THE_BACKBONE])
-@pytest.mark.parametrize("before", [False, True])
-def test_a_bare_backbone_refuses_it_before_and_after(tiny_qwen3: Build, name: str, before: bool) -> None:
-    backbone = tiny_qwen3().model if before else share_prefixes(tiny_qwen3().model)
-    THIRD_PARTY[name](backbone, [])
-    inputs = {key: value for key, value in batch().items() if not key.endswith("labels")}
-    with pytest.raises(UserError, match=rf"\({__name__}.* would see the unique tokens"):
-        share_prefixes(backbone)(**inputs) if before else backbone(**inputs)
 
 
 @pytest.mark.parametrize("name", [*THIRD_PARTY, *HARMLESS])

@@ -3,10 +3,10 @@
 import random
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
-from threading import Thread
 from types import MethodType
 from typing import Any
 
@@ -224,18 +224,6 @@ def test_functions_of_the_file(tiny_qwen3: Build, monkeypatch: pytest.MonkeyPatc
         assert sharing_report(shared).num_shared == 1
 
 
-def test_threads(tiny_qwen3: Build) -> None:
-    """One tries a model while others call it."""
-    model = tiny_qwen3()
-    after_mlp(nn.Softplus)(model)
-    share_prefixes(model)
-    threads = [Thread(target=of_calls_without_gradients, args=(model,)) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-
-
 @torch.no_grad()
 def of_calls_without_gradients(model: Any) -> None:
     model(input_ids=IDS, labels=LABELS, use_cache=False)
@@ -355,10 +343,17 @@ def test_a_layer_that_is_left_out_seldom_is_refused() -> None:
 
 
 def test_it_is_tried_once_in_each_mode(tiny_qwen3: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first call that would be shared, not when the model is given."""
+    """In the first call that would be shared, not when the model is given; other threads wait until it has ended."""
     tries: list[int] = []
     tried = probe._tried
-    monkeypatch.setattr(probe, "_tried", lambda *given: tries.append(1) or tried(*given))
+
+    def counted(*given: Any) -> str | None:
+        tries.append(1)
+        with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(probe._trying.acquire, blocking=False).result()
+        return tried(*given)
+
+    monkeypatch.setattr(probe, "_tried", counted)
     model = share_prefixes(tiny_qwen3())
     model(input_ids=IDS[:1], use_cache=False)
     assert not tries, "there was nothing to share"
