@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,13 +72,6 @@ class TestWhichIsPlain:
         assert [record.getMessage() for record in caplog.records] == [line]
 
 
-HOOKED: list[Callable[[Any], Any]] = [
-    lambda model: model.lm_head.register_forward_hook(lambda *_: None),
-    lambda model: model.lm_head.register_full_backward_hook(lambda *_: None),
-    lambda model: model.register_forward_hook(lambda *_: None),
-]
-
-
 def tanh_first(model: Any) -> None:
     model.lm_head.forward = lambda hidden: nn.functional.linear(hidden.tanh(), model.lm_head.weight)
 
@@ -107,37 +101,43 @@ def of_logits(change: Callable[[Any, Tensor], Tensor]) -> Callable[..., Any]:
     return forward
 
 
+def add_a_zero(model: Any) -> None:
+    """A bias that will not stay zero."""
+    model.extra = nn.Parameter(torch.zeros(64))
+    with_forward(model, of_logits(lambda model, logits: logits + model.extra))
+
+
 CHANGES_OF_LOGITS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "scaled": lambda model, logits: logits * 1.01,
     "capped": lambda model, logits: 1024 * torch.tanh(logits / 1024),  # a power of two changes no bit of a small logit
     "conditional": lambda model, logits: torch.where(logits.abs() > 50, logits / 2, logits),
     "a constant": lambda model, logits: logits + 1e-3,
-    "a bias that is still zero": lambda model, logits: logits + model.extra,
+}
+CHANGES: dict[str, Callable[[Any], object]] = {
+    **{name: partial(with_forward, forward=of_logits(change)) for name, change in CHANGES_OF_LOGITS.items()},
+    "a bias": add_a_zero,
+    "a hook on the head": lambda model: model.lm_head.register_forward_hook(lambda *_: None),
+    "a backward hook on the head": lambda model: model.lm_head.register_full_backward_hook(lambda *_: None),
+    "a hook on the model": lambda model: model.register_forward_hook(lambda *_: None),
+    "another forward": tanh_first,
+    "another class": quantized,
+    "another width": narrow,
+    "an adapter": lambda model: with_adapters(model, target_modules=["lm_head"]),
+    "a copy by PEFT": lambda model: with_adapters(model, target_modules=["q_proj"], modules_to_save=["lm_head"]),
 }
 
 
-class TestMutations:
-    """Changes to a plain head. With the fused loss each would train wrong."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_to_a_plain_head_is_seen(name: str, dtype: torch.dtype) -> None:
+    """With the fused loss each would train wrong."""
+    model = build("Llama").to(dtype)
+    CHANGES[name](model)
+    assert not has_plain_head(model)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("name", CHANGES_OF_LOGITS)
-    def test_logits_are_changed(self, name: str, dtype: torch.dtype) -> None:
-        model = build("Llama")
-        if "bias" in name:
-            model.extra = nn.Parameter(torch.zeros(64))
-        assert not has_plain_head(with_forward(model, of_logits(CHANGES_OF_LOGITS[name])).to(dtype))
 
-    @pytest.mark.parametrize("change", [*HOOKED, tanh_first, quantized, narrow])
-    def test_the_head_is_changed(self, change: Callable[[Any], None]) -> None:
-        model = build("Llama")
-        change(model)
-        assert not has_plain_head(model)
-
-    @pytest.mark.parametrize("option", ["target_modules", "modules_to_save"])
-    def test_an_adapter_on_the_head(self, option: str) -> None:
-        elsewhere = {"target_modules": ["q_proj"]}
-        assert has_plain_head(with_adapters(build("Llama"), **elsewhere))
-        assert not has_plain_head(with_adapters(build("Llama"), **{**elsewhere, option: ["lm_head"]}))
+def test_an_adapter_elsewhere() -> None:
+    assert has_plain_head(with_adapters(build("Llama"), target_modules=["q_proj"]))
 
 
 def of_images(self: Any, input_ids: Tensor, images: Tensor) -> Any:

@@ -17,22 +17,24 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from radixtrain import RadixCollator, restore_model, share_prefixes, sharing_report
+from radixtrain.collators.misuse_guard import end_watch
+from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.verification.oracle import float64_throughout, gradients_of
+from tests.support.batches import padded
 from tests.support.models import tiny_model, with_adapters
 from tests.support.steps import assert_same_gradient, same
+from tests.support.trainers import padded_with_labels
 
-IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 0], [7, 8, 9, 5, 0, 0], [7, 8, 9, 5, 6, 0]])
-MASK = (IDS != 0).long()
-KEPT = MASK.bool()
-LABELS = IDS.masked_fill(MASK == 0, -100)
-BATCH = {"input_ids": IDS, "attention_mask": MASK}  # 20 tokens, 9 unique
-FEATURES = [{"input_ids": row[row > 0].tolist(), "labels": row[row > 0].tolist()} for row in IDS]
+ROWS = [[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4], [7, 8, 9, 5], [7, 8, 9, 5, 6]]  # 20 tokens, 9 unique
+FEATURES = [{"input_ids": row, "labels": row} for row in ROWS]
+BATCH, LABELLED = padded(ROWS, "right"), padded_with_labels(ROWS, ROWS, "right", pad=0)
+MASK = BATCH["attention_mask"]
 
 
 def own_loss(model: Any) -> Tensor:
-    return model(**BATCH, labels=LABELS).loss
+    return model(**LABELLED).loss
 
 
 ENCODERS = """BertForSequenceClassification BertForMaskedLM ModernBertModel EuroBertForSequenceClassification
@@ -49,7 +51,7 @@ class Wrapper(nn.Module):
 
 
 def functional_loss(model: Any) -> Tensor:
-    return functional_call(model, dict(model.named_parameters()), (), {**BATCH, "labels": LABELS}).loss
+    return functional_call(model, dict(model.named_parameters()), (), LABELLED).loss
 
 
 def of_directions(model: Any) -> Tensor:
@@ -60,7 +62,7 @@ def of_directions(model: Any) -> Tensor:
 
 # What is made of a model, its loss, and how often the backbone runs.
 PROGRAMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor], int]] = {
-    "a bare backbone": (lambda model: model.model, lambda model: model(**BATCH)[0][KEPT].sin().sum(), 1),
+    "a bare backbone": (lambda model: model.model, lambda model: model(**BATCH)[0][MASK == 1].sin().sum(), 1),
     "in wrappers": (lambda model: Wrapper(Wrapper(model), nn.Linear(2, 2)), own_loss, 1),
     "the whole model in a checkpoint": (nn.Module.train, partial(checkpoint, own_loss, use_reentrant=False), 2),
     "functional_call": (nn.Module.train, functional_loss, 1),
@@ -122,6 +124,16 @@ def test_options_that_cannot_be_meant(tiny_qwen3, options, message):
     with pytest.raises(UserError, match=message):
         share_prefixes(model, **options)
     assert model.config._attn_implementation == "sdpa" and not model.model._forward_hooks
+
+
+def test_a_batch_that_a_model_cannot_take(tiny_qwen3):
+    """Never another attention: not even without the watch for models that are not shared."""
+    batch = RadixCollator()(FEATURES)
+    end_watch()
+    with pytest.raises(RuntimeError, match="must match the size of tensor"):
+        tiny_qwen3()(**batch)
+    with pytest.raises(UserError, match="has no plan: give an ordinary model its input_ids"):
+        share_prefixes(tiny_qwen3())(**PaddedCollator()(FEATURES))
 
 
 def test_a_name_in_place_of_a_model():
