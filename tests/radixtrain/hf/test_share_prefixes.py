@@ -165,13 +165,6 @@ class TestBothKindsOfBatches:
         with pytest.raises(UserError):
             sharing_report(model)
 
-    def test_a_later_call_replaces_the_options(self, tiny_qwen3):
-        model = share_prefixes(share_prefixes(tiny_qwen3()), min_ratio=100.0)
-        model(**BATCH)
-        assert set(sharing_report(model).not_shared) == {"less than min_ratio = 100.0 to save"}
-        model(**RadixCollator()(FEATURES))
-        assert sharing_report(model).num_shared == 1
-
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy(tiny_qwen3, duplicate):

@@ -145,12 +145,6 @@ def test_a_layer_of_ones_own_in_a_hybrid(tiny_hybrid, path, own):
 class TestNotRefused:
     """What looks like something that is."""
 
-    def test_a_bare_backbone(self, tiny_qwen3):
-        """A head of the user's own comes after it."""
-        backbone = share_prefixes(tiny_qwen3().model)
-        batch = {k: v for k, v in RadixCollator()(FEATURES).items() if k not in ("labels", "shift_labels")}
-        assert backbone(**batch).last_hidden_state.shape[:2].numel() == len(batch["radix"].prediction_rows)
-
     def test_chunks_as_long_as_the_sequences(self):
         """All layers have full attention here, so its backbone is not named as others are."""
         model = tiny_model("Llama4ForCausalLM", layer_types=["full_attention"] * 2, attention_chunk_size=3)

@@ -66,6 +66,7 @@ CALLS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     ),
     "three axes": ("input_ids have 3 dimensions, not 2", lambda: gpt2().transformer, {"input_ids": IDS[None]}),
     "a cache is wanted": ("a cache is wanted (use_cache=True)", qwen3, {**BATCH, "use_cache": True}),
+    "a cache, by configuration in evaluation mode": (FROM_CONFIGURATION, lambda: qwen3().eval(), BATCH),
     "a mask of four axes": (
         "attention_mask is not [B, L]",
         qwen3,
@@ -209,15 +210,6 @@ class TestCaches:
 
     def test_by_configuration_without_gradients(self):
         assert_untouched(qwen3, torch.no_grad()(lambda model: model(**BATCH)), FROM_CONFIGURATION)
-
-    def test_by_configuration_in_evaluation_mode(self):
-        """Whoever reads `past_key_values` afterwards finds them, with gradients on too."""
-
-        def call(model: Any) -> Any:
-            first = model.eval()(input_ids=IDS[:, :3])
-            return model(input_ids=IDS[:, 3:], past_key_values=first.past_key_values)
-
-        assert_untouched(qwen3, call, None)
 
 
 class TestState:

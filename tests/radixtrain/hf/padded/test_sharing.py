@@ -17,8 +17,8 @@ BATCH = {"input_ids": IDS, "attention_mask": MASK}  # 15 places, 12 tokens, 7 un
 class TestOptions:
     @pytest.mark.parametrize(("min_ratio", "shared"), [(0, 1), (15 / 7 - 1e-9, 1), (15 / 7 + 1e-9, 0), (100.0, 0)])
     def test_min_ratio(self, tiny_qwen3, min_ratio, shared):
-        """B x L over U: 15 / 7."""
-        model = share_prefixes(tiny_qwen3(), min_ratio=min_ratio)
+        """B x L over U: 15 / 7. A later call replaces the options."""
+        model = share_prefixes(share_prefixes(tiny_qwen3()), min_ratio=min_ratio)
         model(**BATCH)
         report = sharing_report(model)
         assert report.num_shared == shared
