@@ -8,7 +8,6 @@ from types import MethodType
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -174,29 +173,22 @@ def test_under_autocast_in_the_dtype_of_the_ordinary_call(tiny_qwen3, weights):
 
 class TestTransformersOwn:
     def test_flash_attention_runs_what_is_not_shared(self, tiny_qwen3, monkeypatch):
-        """Under its own name, by which it chooses a kernel. It is not installed here."""
+        """Under its own name, by which it chooses a kernel. It is not installed here. Shared: test_windows.py."""
         names = []
 
         def flash(query, key, value, mask, attn_implementation, **_):
             names.append(attn_implementation)
-            heads = (x.transpose(1, 2) for x in (query, key, value))
-            attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-            return attended.transpose(1, 2)
+            return query
 
         monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", flash)
-        expected = tiny_qwen3()(input_ids=IDS, use_cache=False).logits
         model = tiny_qwen3()
         model.config._attn_implementation_internal = "flash_attention_2"
-        logits = share_prefixes(model)(input_ids=IDS, use_cache=False).logits
-        torch.testing.assert_close(logits, expected)
-        assert sharing_report(model).num_shared == 1 and len(names) == 4, "the probe ran it twice in two layers"
-        names.clear()
-        model(input_ids=IDS, use_cache=True)
+        share_prefixes(model)(input_ids=IDS, use_cache=True)
         assert names == ["flash_attention_2"] * 2
 
     def test_gets_what_a_layer_gives_it(self):
         """Flex attention: a BlockMask, which is no tensor. Others: more by position, or no mask at all."""
-        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")
+        mask = object()
         ran = radix_attention(lambda *given, **options: (given, options))
         assert ran(1, 2, 3, 4, mask, 5, scaling=6) == ((1, 2, 3, 4, mask, 5), {"scaling": 6})
         assert ran(1, 2, 3, 4, dropout=0.0) == ((1, 2, 3, 4, None), {"dropout": 0.0})

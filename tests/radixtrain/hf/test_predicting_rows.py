@@ -5,13 +5,11 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
-from torch.nn.functional import cross_entropy
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.verification.oracle import float64_arithmetic
+from radixtrain.verification.oracle import float64_arithmetic, float64_truth
 from tests.support.models import DECODER, tiny_model
 
 N = -100
@@ -28,15 +26,6 @@ COLLATORS = {"merged": RadixCollator(merge_labels=True), "listed": RadixCollator
 def in_float64() -> Iterator[None]:
     with float64_arithmetic():
         yield
-
-
-def loss_of_hugging_face(model: Any) -> float:
-    """The sum over labelled tokens, of the model's own logits for each sequence."""
-    losses = []
-    for feature in FEATURES:
-        logits = model(torch.tensor([feature["input_ids"]])).logits[0, :-1]
-        losses.append(cross_entropy(logits, torch.tensor(feature["labels"][1:]), reduction="sum"))
-    return float(torch.stack(losses).sum())
 
 
 HEADS: list[tuple[str, dict[str, Any], bool]] = [
@@ -58,7 +47,7 @@ def test_the_loss_is_the_sum_over_labelled_tokens(
 ) -> None:
     """No row goes through the head but those that predict."""
     model, seen = tiny_model(model_class, **settings).double(), list[int]()
-    expected = loss_of_hugging_face(model)
+    expected = 5 * float64_truth(model, FEATURES).loss  # of the mean over its labels
     shared = model if name == "padded" else share_prefixes(model)
     model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
     predictions = forward_rows(shared, COLLATORS[name](FEATURES), plain_head)

@@ -11,13 +11,10 @@ from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
 from tests.support.models import tiny_model, with_adapters
-from tests.support.steps import Build, same
-
-PROMPT = [7, 8, 9, 10, 11, 12]
-FEATURES = [{"input_ids": [*PROMPT, n, 2, n + 1], "labels": [*PROMPT, n, 2, n + 1]} for n in range(13, 17)]
+from tests.support.steps import FEATURES, Build, same
 
 
-def step_of(max_tokens: int | None = 12) -> Step:
+def step_of(max_tokens: int | None = 20) -> Step:
     return StepCollator(max_tokens=max_tokens)(FEATURES)
 
 

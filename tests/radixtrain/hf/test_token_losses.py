@@ -66,14 +66,14 @@ def after(output: Any) -> Tensor:
     return per_row(output.logits)
 
 
-def in_parts(cut: Callable[[Tensor], Any], *, weigh: bool = False) -> Callable[[Any], Tensor]:
+def in_parts(cut: Callable[[Tensor], Any]) -> Callable[[Any], Tensor]:
     """The model's own loss of parts of its logits."""
 
     def loss(model: Any) -> Tensor:
         logits = model(**{name: value for name, value in BATCH.items() if "labels" not in name}).logits
         pairs = zip(cut(logits), cut(BATCH["labels"]), strict=True)
         losses = torch.stack([model.loss_function(logits=x, labels=y, vocab_size=x.shape[-1]) for x, y in pairs])
-        return (losses.softmax(0).detach() * losses).sum() if weigh else losses.mean()
+        return losses.mean()
 
     return loss
 
@@ -91,8 +91,6 @@ REFUSED: dict[str, Callable[[Any], Tensor]] = {
     "after the model's": lambda model: after(model(**BATCH)),
     "beside another batch": lambda model: model(**BATCH).loss + per_row(model(**BATCH).logits),
     "rows of zip": in_parts(lambda x: [each[None] for each in x]),
-    "rows, weighted by their loss": in_parts(lambda x: [each[None] for each in x], weigh=True),
-    "the first row": in_parts(lambda x: [x[:1]]),
     "two chunks": in_parts(lambda x: [each.contiguous() for each in x.chunk(2, 1)]),
     "the last columns": in_parts(lambda x: [x[:, -2:].contiguous()]),
     "all, twice": in_parts(lambda x: [x, x]),

@@ -17,8 +17,7 @@ from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.windows import mask_function, no_mask, on_mask
 from tests.support.models import tiny_model
-
-FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2, 3, 4, 5, 6], [7, 8, 9, 3])]
+from tests.support.steps import FEATURES
 
 
 @pytest.mark.parametrize(

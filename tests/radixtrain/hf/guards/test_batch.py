@@ -19,7 +19,6 @@ from tests.support.models import DECODER, IS_OLDER, since, tiny_model, with_adap
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 MIXES = "computes a token from others, or from its place among them"
-NO_POSITIONS = "does not take position_ids, so a token after a shared prefix would get the position of its row"
 NO_NEXT_TOKENS = r"is not a causal language model, .* or share_prefixes\(model\)"
 FROM_PADDING = r"counts positions from padding_idx \+ 1 = 1 .* a radix batch counts from 0"
 EXPERTS = {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "moe_jitter_eps": 0.1}
@@ -45,7 +44,6 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
         {},
         r"DeepseekV32ForCausalLM has sparse attention \(an indexer picks keys\) \(index_topk=4\)",
     ),
-    ("BloomForCausalLM", {}, NO_POSITIONS),
     (
         "BigBirdForCausalLM",
         {**DECODER, "attention_type": "original_full"},

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3Model
 
 from radixtrain import (
@@ -404,10 +405,17 @@ def of_torch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(nn.functional, "silu", lambda x, **options: steered(silu(x, **options)))
 
 
+def of_file(patch: pytest.MonkeyPatch) -> None:
+    rotate = modeling_qwen3.apply_rotary_pos_emb
+    mixing = lambda q, *rest, **more: rotate(q + q.roll(1, dims=-2), *rest, **more)  # noqa: E731
+    patch.setattr(modeling_qwen3, "apply_rotary_pos_emb", mixing)
+
+
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "the forward of a class": lambda patch: of_class(patch, "forward"),
     "the __call__ of a class": lambda patch: of_class(patch, "__call__"),
     "a function of torch": of_torch,
+    "a function of the model's file": of_file,
 }
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain import share_prefixes
-from radixtrain.hf.backbone import mixers_of
 from radixtrain.hf.guards import model as trial
 from radixtrain.verification.oracle import float64_truth
 from tests.support import cases
@@ -163,21 +162,3 @@ def test_weights_that_are_not_here(
     caplog.clear()
     model(**batch_of())
     assert not caplog.text
-
-
-class Drops(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.drop = inner, nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.drop(x))
-
-
-@pytest.mark.usefixtures("hooks_that_may_stay")
-def test_dropout_does_not_draw(tiny_hybrid: Build, why_whole: Any) -> None:
-    """The trial would take it for a lost gradient."""
-    model = tiny_hybrid("Qwen3.5")
-    (mixer,) = mixers_of(model.model).values()
-    mixer.in_proj_qkv = Drops(mixer.in_proj_qkv)
-    assert why_whole(model, allow_dropout=["drop"]) == ""

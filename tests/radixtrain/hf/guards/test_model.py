@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
-from transformers.models.qwen3 import modeling_qwen3
 
 from radixtrain import RadixCollator, generate, score_completions, share_prefixes, sharing_report
 from radixtrain.errors import UserError
@@ -206,22 +205,6 @@ def test_generation(tiny_qwen3: Build, name: str) -> None:
     ):
         with pytest.raises(UserError, match=f"{reason}{way_out}") if reason else nullcontext():
             use()
-
-
-def test_functions_of_the_file(tiny_qwen3: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the model's file and torch name may be replaced; the code is judged when a call comes."""
-    shared, rotary = share_prefixes(tiny_qwen3()), modeling_qwen3.apply_rotary_pos_emb
-    rsqrt = torch.rsqrt
-    replaced: list[tuple[Any, str, Any]] = [
-        (modeling_qwen3, "apply_rotary_pos_emb", lambda *args, **more: rotary(*args, **more)),  # it does the same
-        (modeling_qwen3, "apply_rotary_pos_emb", lambda q, *rest, **more: rotary(mix(q), *rest, **more)),
-        (torch, "rsqrt", lambda x: mix(rsqrt(x))),
-    ]
-    for each in replaced:
-        with monkeypatch.context() as patch:
-            patch.setattr(*each)
-            assert_same(of_calls(shared), of_calls(tiny_qwen3()))
-        assert sharing_report(shared).num_shared == 1
 
 
 @torch.no_grad()

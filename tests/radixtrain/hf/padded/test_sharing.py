@@ -8,10 +8,9 @@ import torch
 import radixtrain.hf.attention_interface as interface
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
+from tests.support.batches import padded
 
-IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 5, 0, 0]])
-MASK = (IDS != 0).long()
-BATCH = {"input_ids": IDS, "attention_mask": MASK}  # 15 places, 12 tokens, 7 unique
+BATCH = padded([[7, 8, 9, 1, 2], [7, 8, 9, 3], [7, 8, 5]], "right")  # 15 places, 12 tokens, 7 unique
 
 
 class TestOptions:

@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from radixtrain import share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
+from tests.support.batches import padded
 from tests.support.steps import assert_same_gradient
 
-IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 0], [7, 8, 9, 5, 0, 0], [7, 8, 9, 5, 6, 0]])
-MASK = (IDS != 0).long()
+BATCH = padded([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4], [7, 8, 9, 5], [7, 8, 9, 5, 6]], "right")
+IDS, MASK = BATCH["input_ids"], BATCH["attention_mask"]
 LABELS = IDS.masked_fill(MASK == 0, -100)
-BATCH = {"input_ids": IDS, "attention_mask": MASK}
 WHOLE = {"input_ids": IDS}
 FIRST_THREE = slice(None), slice(3)
 ALIKE = torch.tensor([[5, 7, 8]] * 3)
