@@ -39,7 +39,6 @@ def recomputing(model: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("num_layers", "share", "expected"),
     [
-        (4, 0.25, [2]),
         (4, 0.5, [0, 2]),
         (4, True, [0, 1, 2, 3]),
         (4, 0.1, []),

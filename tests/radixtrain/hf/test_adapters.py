@@ -18,11 +18,10 @@ from radixtrain.hf.guards.batch import check_not_shared
 from radixtrain.verification.oracle import float64_throughout
 from tests.support import FULL, cases
 from tests.support.models import tiny_model
+from tests.support.steps import FEATURES, ROWS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about layers that it does not know
 
-ROWS = [[7, 8, 9, 1, 2], [7, 8, 9, 3], [7, 8, 4, 4, 5]]
-FEATURES = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in ROWS]
 IDS = torch.tensor([row[:4] for row in ROWS])
 BAR = 1e-12  # relative L2 of the worst tensor; the worst found is 1.5e-14
 
@@ -107,7 +106,6 @@ REFUSED_SETTINGS = [
     ("LORA", {"r": 4, "velora_config": {"num_groups": 4}}, AVERAGES),
     ("LORA", {"r": 4, "monteclora_config": MONTE_CARLO}, DRAWS),
     ("BOFT", {"boft_block_size": 4, "boft_dropout": 0.5}, DRAWS),
-    ("LOHA", {"r": 4, "rank_dropout": 0.5}, rf"{DRAWS} \(layers.*rank_dropout=0.5\)"),
     ("LOHA", {"r": 4, "module_dropout": 0.5}, rf"{DRAWS} \(layers.*module_dropout=0.5\)"),
 ]
 

@@ -16,60 +16,43 @@ from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from tests.support.models import DECODER, tiny_model, with_adapters
 
-PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("LlamaForCausalLM", {}),
-    "Qwen3, tied": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
-    "Gemma 3": ("Gemma3ForCausalLM", {}),
-    "OPT, another width": ("OPTForCausalLM", {"word_embed_proj_dim": 16}),
-    "Phi, with a bias": ("PhiForCausalLM", {}),
-    "Granite, unscaled": ("GraniteForCausalLM", {}),
-    "Mixtral": ("MixtralForCausalLM", {}),
+PLAIN = "is one matrix product: head and loss are fused"
+MORE = "does more than one matrix product: its own head is used"
+FURTHER = "has parameters besides its last matrix"
+HEADS: dict[str, tuple[str, dict[str, Any], str]] = {  # the class, its settings, what the log says
+    "Llama": ("LlamaForCausalLM", {}, PLAIN),
+    "Qwen3, tied": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}, PLAIN),
+    "Gemma 3": ("Gemma3ForCausalLM", {}, PLAIN),
+    "OPT, another width": ("OPTForCausalLM", {"word_embed_proj_dim": 16}, PLAIN),
+    "Phi, with a bias": ("PhiForCausalLM", {}, PLAIN),
+    "Granite, unscaled": ("GraniteForCausalLM", {}, PLAIN),
+    "Mixtral": ("MixtralForCausalLM", {}, PLAIN),
+    "ModernBERT-decoder": ("ModernBertDecoderForCausalLM", {}, FURTHER),
+    "BERT": ("BertLMHeadModel", DECODER, FURTHER),
+    "RoBERTa": ("RobertaForCausalLM", {**DECODER, "pad_token_id": 0}, FURTHER),
+    "ELECTRA, another width": ("ElectraForCausalLM", {**DECODER, "embedding_size": 16}, FURTHER),
+    "Gemma 2, soft-cap": ("Gemma2ForCausalLM", {}, MORE),
+    "Granite, scaled": ("GraniteForCausalLM", {"logits_scaling": 2.0}, MORE),
+    "Cohere 2, scaled": ("Cohere2ForCausalLM", {}, MORE),
+    "RecurrentGemma, soft-cap by another name": ("RecurrentGemmaForCausalLM", {}, MORE),
 }
-NOT_PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
-    "ModernBERT-decoder": ("ModernBertDecoderForCausalLM", {}),
-    "BERT": ("BertLMHeadModel", DECODER),
-    "RoBERTa": ("RobertaForCausalLM", {**DECODER, "pad_token_id": 0}),
-    "ELECTRA, another width": ("ElectraForCausalLM", {**DECODER, "embedding_size": 16}),
-    "Gemma 2, soft-cap": ("Gemma2ForCausalLM", {}),
-    "Granite, scaled": ("GraniteForCausalLM", {"logits_scaling": 2.0}),
-    "Cohere 2, scaled": ("Cohere2ForCausalLM", {}),
-    "RecurrentGemma, soft-cap by another name": ("RecurrentGemmaForCausalLM", {}),
-}
-EVERY = {**PLAIN, **NOT_PLAIN}
 
 
 def build(name: str) -> Any:
-    model_class, settings = EVERY[name]
+    model_class, settings, _ = HEADS[name]
     return tiny_model(model_class, **settings).eval()
 
 
-class TestWhichIsPlain:
-    @pytest.mark.parametrize("name", EVERY)
-    def test_one_matrix_or_more(self, name: str) -> None:
-        model = build(name)
-        for dtype in (torch.float32, torch.bfloat16):
-            assert has_plain_head(model.to(dtype)) is (name in PLAIN)
-
-    @pytest.mark.parametrize(
-        ("name", "line"),
-        [
-            ("Llama", "the head of LlamaForCausalLM is one matrix product: head and loss are fused"),
-            (
-                "BERT",
-                "the head of BertLMHeadModel has parameters besides its last matrix (cls.predictions.transform.dense."
-                "weight): its own head is used, which holds [P, vocab] logits",
-            ),
-            (
-                "Cohere 2, scaled",
-                "the head of Cohere2ForCausalLM does more than one matrix product: its own head is used, which holds "
-                "[P, vocab] logits",
-            ),
-        ],
-    )
-    def test_one_line_says_which_and_why(self, name: str, line: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", HEADS)
+def test_one_matrix_or_more(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One line of the log says which, and why."""
+    model, (model_class, _, said) = build(name), HEADS[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        caplog.clear()
         with caplog.at_level(logging.DEBUG, logger="radixtrain"):
-            has_plain_head(build(name))
-        assert [record.getMessage() for record in caplog.records] == [line]
+            assert has_plain_head(model.to(dtype)) is (said == PLAIN)
+        (record,) = caplog.records
+        assert record.getMessage().startswith(f"the head of {model_class} {said}")
 
 
 def tanh_first(model: Any) -> None:

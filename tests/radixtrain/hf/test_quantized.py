@@ -11,10 +11,10 @@ from radixtrain.verification.oracle import float64_throughout
 from radixtrain.verification.report import TENSOR_FACTOR
 from tests.support import cases
 from tests.support.models import tiny_qwen3, with_adapters
+from tests.support.steps import FEATURES
 
 pytest.importorskip("bitsandbytes", reason="weights of 4 bits need bitsandbytes: pip install bitsandbytes")
 
-FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3, 4, n, 5] for n in range(6, 12))]
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 VARIANTS = [{}, {"use_dora": True}, {"use_rslora": True}]
 STORED = [(torch.float32, True, "nf4"), (torch.bfloat16, False, "fp4")]

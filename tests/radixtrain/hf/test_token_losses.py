@@ -92,7 +92,6 @@ REFUSED: dict[str, Callable[[Any], Tensor]] = {
     "beside another batch": lambda model: model(**BATCH).loss + per_row(model(**BATCH).logits),
     "rows of zip": in_parts(lambda x: [each[None] for each in x]),
     "two chunks": in_parts(lambda x: [each.contiguous() for each in x.chunk(2, 1)]),
-    "the last columns": in_parts(lambda x: [x[:, -2:].contiguous()]),
     "all, twice": in_parts(lambda x: [x, x]),
     "copied rows": in_parts(lambda x: [x[torch.tensor([0, 0])]]),
 }

@@ -16,8 +16,8 @@ from radixtrain.hf.guards import rules
 from radixtrain.hf.share import check_takes_collated
 from tests.support import FULL
 from tests.support.models import DECODER, IS_OLDER, since, tiny_model, with_adapters
+from tests.support.steps import FEATURES
 
-FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 MIXES = "computes a token from others, or from its place among them"
 NO_NEXT_TOKENS = r"is not a causal language model, .* or share_prefixes\(model\)"
 FROM_PADDING = r"counts positions from padding_idx \+ 1 = 1 .* a radix batch counts from 0"

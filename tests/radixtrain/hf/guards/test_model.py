@@ -128,7 +128,6 @@ PUT_IN: dict[str, tuple[Change, str]] = {
     "a function": (another_activation(lambda x: mix(nn.functional.silu(x))), MIXES),
     "a function of torch over tokens": (another_activation(partial(torch.softmax, dim=1)), MIXES),
     "another call": (another_call, MIXES),
-    "an activation over tokens": (lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Softmax(dim=1)), MIXES),
     "a gradient by frequency": (lambda model: setattr(model.model.embed_tokens, "scale_grad_by_freq", True), COPIES),
     "a largest norm": (lambda model: setattr(model.model.embed_tokens, "max_norm", 3.0), ""),
     "only the first 30 tokens": (after_mlp(lambda: conv(first_30)), MIXES),
@@ -280,7 +279,6 @@ HELD = {  # numbers that modules hold: the class, its setting, and how a module 
     "dropout": ("OPTForCausalLM", "dropout"),
     "jitter": ("MixtralForCausalLM", "router_jitter_noise"),
     "jitter of inputs": ("PhimoeForCausalLM", "input_jitter_noise"),
-    "jitter of experts": ("PhimoeForCausalLM", "router_jitter_noise"),
 }
 
 

@@ -277,10 +277,8 @@ class TestShared:
         "inputs",
         [
             {"token_type_ids": IDS * 0},
-            {"num_items_in_batch": torch.tensor(7)},
             {"past_key_values": None, "inputs_embeds": None},
         ],
-        ids=lambda inputs: " ".join(inputs),
     )
     def test_beside_ids(self, inputs):
         model = share_prefixes(qwen3())
