@@ -84,7 +84,7 @@ TRAINERS = pytest.mark.parametrize("library", ["transformers", pytest.param("TRL
 
 @TRAINERS
 @pytest.mark.parametrize("how", ["evaluate", "train", "predict"])
-@pytest.mark.parametrize("is_second", [False, pytest.param(True, marks=FULL)])
+@pytest.mark.parametrize("is_second", [False, True])
 def test_metrics_of_radix_batches_are_refused(tmp_path, library, how, is_second):
     """One row would be a batch: the tokens are counted correctly, the answers are not.
 
