@@ -10,7 +10,7 @@ from torch import Tensor
 
 from radixtrain import RadixCollator
 from radixtrain.collators.steps import Step, StepCollator
-from radixtrain.hf.activation_checkpointing import recompute
+from radixtrain.hf.backbone import recompute
 from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import radix_batch
 from tests.support.models import tiny_qwen3

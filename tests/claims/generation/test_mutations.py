@@ -148,9 +148,9 @@ def move_new_tokens(right: Any, *arguments: Any) -> Any:
     return call
 
 
-def of_the_row_after(right: Any, paths: Iterable[Sequence[Node]]) -> Any:
+def of_the_row_after(right: Any, paths: Iterable[Sequence[Node]], *arguments: Any) -> Any:
     first, *others = paths
-    return right([*others, first])
+    return right([*others, first], *arguments)
 
 
 def window_off_by(by: int) -> Mutation:
@@ -163,8 +163,8 @@ def window_off_by(by: int) -> Mutation:
     return instead(PromptCache, "_mask", wrong)
 
 
-def copy_too_short_windows(right: Any, tails: Any, device: Any, longest: int | None) -> Tails:
-    return right(tails, device, longest and longest - 1)  # type: ignore[no-any-return]
+def copy_too_short_windows(right: Any, tails: Any, device: Any, longest: int) -> Tails:
+    return right(tails, device, longest - 1)  # type: ignore[no-any-return]
 
 
 def shorten_the_window(options: dict[str, Any]) -> None:
