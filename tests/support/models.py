@@ -143,6 +143,14 @@ def tiny_hybrid(kind: str, seed: int = 0, **settings: Any) -> Any:
     return tiny_model(model_class, seed, **{"vocab_size": 50, **own, **settings})
 
 
+def with_adapters(model: Any, kind: str = "LoraConfig", **settings: Any) -> Any:
+    """Put the same adapters on it in every call. kind: of PEFT's configurations, which has these settings."""
+    import peft
+
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, getattr(peft, kind)(**settings))
+
+
 def order_one(model: nn.Module, seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -8,7 +8,6 @@ from types import MethodType
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -20,13 +19,13 @@ from radixtrain.attention import EVERYWHERE
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import radix_attention
 from radixtrain.hf.windows import no_mask
-from tests.support import FULL, cases
+from tests.support import FULL
 from tests.support.models import PASSED_ON, tiny_model
 from tests.support.steps import FEATURES, same_step
 
 
-@pytest.mark.parametrize("v_head_dim", cases([1, 3, 12, 13, 20], quick=[3, 20]))
-@pytest.mark.parametrize("attention", cases(EVERYWHERE, quick=["path"]))
+@pytest.mark.parametrize("v_head_dim", [3, 12, 20])
+@pytest.mark.parametrize("attention", EVERYWHERE)
 def test_values_of_another_head_dim(attention, v_head_dim):
     """Queries have 12: scores are scaled by theirs, whatever is padded. Other families: tests/claims/equivalence."""
     model = tiny_model("DeepseekV3ForCausalLM", v_head_dim=v_head_dim)
@@ -45,11 +44,10 @@ class TestLayersWithoutKeywordArguments:
 
     @PASSED_ON
     @pytest.mark.parametrize("family", ["StableLm", pytest.param("Nemotron", marks=FULL)])
-    @pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=FULL)])
-    def test_recomputed_activations(self, family, use_reentrant):
+    def test_recomputed_activations(self, family):
         """In the backward pass the layers run again, with the same mask."""
         model = tiny_model(f"{family}ForCausalLM", head_dim=8, num_key_value_heads=2).train()
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.gradient_checkpointing_enable({"use_reentrant": True})
         report = verify_equivalence(model, FEATURES)
         assert report["float64"].worst.radix <= 1e-12, str(report)
 
@@ -164,40 +162,32 @@ def test_a_forward_of_transformers_that_does_not_attend(is_whole, tiny_qwen3, mo
 @pytest.mark.parametrize("weights", [torch.float64, torch.float32])
 def test_under_autocast_in_the_dtype_of_the_ordinary_call(tiny_qwen3, weights):
     """Autocast leaves float64 as it is. The probe asks as well."""
-    model, asked = tiny_qwen3().to(weights), []
+    model, asked = share_prefixes(tiny_qwen3().to(weights)), []
     layer = model.model.layers[0].self_attn.o_proj
     layer.register_forward_pre_hook(lambda module, args: asked.append(args[0].dtype))
-    for share in (nn.Module.train, share_prefixes):
-        with torch.autocast("cpu", torch.bfloat16):
-            share(model)(input_ids=IDS, use_cache=False).logits.sum().backward()
-    assert len(asked) == 5 and {*asked} == {torch.float64 if weights == torch.float64 else torch.bfloat16}
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=IDS, use_cache=False).logits.sum().backward()
+    assert len(asked) == 4 and {*asked} == {torch.float64 if weights == torch.float64 else torch.bfloat16}
 
 
 class TestTransformersOwn:
     def test_flash_attention_runs_what_is_not_shared(self, tiny_qwen3, monkeypatch):
-        """Under its own name, by which it chooses a kernel. It is not installed here."""
+        """Under its own name, by which it chooses a kernel. It is not installed here. Shared: test_windows.py."""
         names = []
 
         def flash(query, key, value, mask, attn_implementation, **_):
             names.append(attn_implementation)
-            heads = (x.transpose(1, 2) for x in (query, key, value))
-            attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-            return attended.transpose(1, 2)
+            return query
 
         monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", flash)
-        expected = tiny_qwen3()(input_ids=IDS, use_cache=False).logits
         model = tiny_qwen3()
         model.config._attn_implementation_internal = "flash_attention_2"
-        logits = share_prefixes(model)(input_ids=IDS, use_cache=False).logits
-        torch.testing.assert_close(logits, expected)
-        assert sharing_report(model).num_shared == 1 and len(names) == 4, "the probe ran it twice in two layers"
-        names.clear()
-        model(input_ids=IDS, use_cache=True)
+        share_prefixes(model)(input_ids=IDS, use_cache=True)
         assert names == ["flash_attention_2"] * 2
 
     def test_gets_what_a_layer_gives_it(self):
         """Flex attention: a BlockMask, which is no tensor. Others: more by position, or no mask at all."""
-        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")
+        mask = object()
         ran = radix_attention(lambda *given, **options: (given, options))
         assert ran(1, 2, 3, 4, mask, 5, scaling=6) == ((1, 2, 3, 4, mask, 5), {"scaling": 6})
         assert ran(1, 2, 3, 4, dropout=0.0) == ((1, 2, 3, 4, None), {"dropout": 0.0})

@@ -16,12 +16,6 @@ def test_no_configuration(tmp_path: Path) -> None:
         read_config(str(tmp_path / "none"))
 
 
-def test_no_json(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json: expected a JSON object, line 1 column 2"):
-        read_config(str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -34,10 +28,11 @@ def test_no_json(tmp_path: Path) -> None:
     ],
 )
 def test_the_reason(tmp_path: Path, content: bytes, reason: str) -> None:
-    path = tmp_path / "generation_config.json"
+    path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=re.escape(f"{path}: expected a JSON object, {reason}; copy or download")):
-        check_json_files(str(tmp_path), MODEL_JSON)
+    for read in (read_config, lambda folder: check_json_files(folder, MODEL_JSON)):
+        with pytest.raises(UserError, match=re.escape(f"{path}: expected a JSON object, {reason}; copy or download")):
+            read(str(tmp_path))
 
 
 def test_what_is_whole_absent_or_a_hub_name(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,82 +12,47 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain import share_prefixes
-from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.head import has_plain_head, logits_rows
-from radixtrain.hf.predicting_rows import inputs_of
-from radixtrain.testing import relative_error
-from radixtrain.verification.oracle import float64_throughout
-from tests.support import cases
-from tests.support.models import tiny_model
+from radixtrain.hf.head import has_plain_head
+from tests.support.models import DECODER, tiny_model, with_adapters
 
-DECODER = {"is_decoder": True}
-PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("LlamaForCausalLM", {}),
-    "Qwen3, tied": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
-    "Gemma 3": ("Gemma3ForCausalLM", {}),
-    "OPT, another width": ("OPTForCausalLM", {"word_embed_proj_dim": 16}),
-    "Phi, with a bias": ("PhiForCausalLM", {}),
-    "Granite, unscaled": ("GraniteForCausalLM", {}),
-    "Mixtral": ("MixtralForCausalLM", {}),
+PLAIN = "is one matrix product: head and loss are fused"
+MORE = "does more than one matrix product: its own head is used"
+FURTHER = "has parameters besides its last matrix"
+HEADS: dict[str, tuple[str, dict[str, Any], str]] = {  # the class, its settings, what the log says
+    "Llama": ("LlamaForCausalLM", {}, PLAIN),
+    "Qwen3, tied": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}, PLAIN),
+    "Gemma 3": ("Gemma3ForCausalLM", {}, PLAIN),
+    "OPT, another width": ("OPTForCausalLM", {"word_embed_proj_dim": 16}, PLAIN),
+    "Phi, with a bias": ("PhiForCausalLM", {}, PLAIN),
+    "Granite, unscaled": ("GraniteForCausalLM", {}, PLAIN),
+    "Mixtral": ("MixtralForCausalLM", {}, PLAIN),
+    "ModernBERT-decoder": ("ModernBertDecoderForCausalLM", {}, FURTHER),
+    "BERT": ("BertLMHeadModel", DECODER, FURTHER),
+    "RoBERTa": ("RobertaForCausalLM", {**DECODER, "pad_token_id": 0}, FURTHER),
+    "ELECTRA, another width": ("ElectraForCausalLM", {**DECODER, "embedding_size": 16}, FURTHER),
+    "Gemma 2, soft-cap": ("Gemma2ForCausalLM", {}, MORE),
+    "Granite, scaled": ("GraniteForCausalLM", {"logits_scaling": 2.0}, MORE),
+    "Cohere 2, scaled": ("Cohere2ForCausalLM", {}, MORE),
+    "RecurrentGemma, soft-cap by another name": ("RecurrentGemmaForCausalLM", {}, MORE),
 }
-NOT_PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
-    "ModernBERT-decoder": ("ModernBertDecoderForCausalLM", {}),
-    "BERT": ("BertLMHeadModel", DECODER),
-    "RoBERTa": ("RobertaForCausalLM", {**DECODER, "pad_token_id": 0}),
-    "ELECTRA, another width": ("ElectraForCausalLM", {**DECODER, "embedding_size": 16}),
-    "Gemma 2, soft-cap": ("Gemma2ForCausalLM", {}),
-    "Granite, scaled": ("GraniteForCausalLM", {"logits_scaling": 2.0}),
-    "Cohere 2, scaled": ("Cohere2ForCausalLM", {}),
-    "RecurrentGemma, soft-cap by another name": ("RecurrentGemmaForCausalLM", {}),
-}
-EVERY = {**PLAIN, **NOT_PLAIN}
-FEATURES = [
-    {"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in ([7, 8, 9, 1, 2, 3], [7, 8, 9, 3], [7, 8, 5, 6, 4])
-]
-BAR = 1e-12
 
 
 def build(name: str) -> Any:
-    model_class, settings = EVERY[name]
+    model_class, settings, _ = HEADS[name]
     return tiny_model(model_class, **settings).eval()
 
 
-class TestWhichIsPlain:
-    @pytest.mark.parametrize("name", EVERY)
-    def test_one_matrix_or_more(self, name: str) -> None:
-        model = build(name)
-        for dtype in (torch.float32, torch.bfloat16):
-            assert has_plain_head(model.to(dtype)) is (name in PLAIN)
-
-    @pytest.mark.parametrize(
-        ("name", "line"),
-        [
-            ("Llama", "the head of LlamaForCausalLM is one matrix product: head and loss are fused"),
-            (
-                "BERT",
-                "the head of BertLMHeadModel has parameters besides its last matrix (cls.predictions.transform.dense."
-                "weight): its own head is used, which holds [P, vocab] logits",
-            ),
-            (
-                "Cohere 2, scaled",
-                "the head of Cohere2ForCausalLM does more than one matrix product: its own head is used, which holds "
-                "[P, vocab] logits",
-            ),
-        ],
-    )
-    def test_one_line_says_which_and_why(self, name: str, line: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", HEADS)
+def test_one_matrix_or_more(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One line of the log says which, and why."""
+    model, (model_class, _, said) = build(name), HEADS[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        caplog.clear()
         with caplog.at_level(logging.DEBUG, logger="radixtrain"):
-            has_plain_head(build(name))
-        assert [record.getMessage() for record in caplog.records] == [line]
-
-
-HOOKED: list[Callable[[Any], Any]] = [
-    lambda model: model.lm_head.register_forward_hook(lambda *_: None),
-    lambda model: model.lm_head.register_full_backward_hook(lambda *_: None),
-    lambda model: model.register_forward_hook(lambda *_: None),
-]
+            assert has_plain_head(model.to(dtype)) is (said == PLAIN)
+        (record,) = caplog.records
+        assert record.getMessage().startswith(f"the head of {model_class} {said}")
 
 
 def tanh_first(model: Any) -> None:
@@ -118,39 +84,43 @@ def of_logits(change: Callable[[Any, Tensor], Tensor]) -> Callable[..., Any]:
     return forward
 
 
+def add_a_zero(model: Any) -> None:
+    """A bias that will not stay zero."""
+    model.extra = nn.Parameter(torch.zeros(64))
+    with_forward(model, of_logits(lambda model, logits: logits + model.extra))
+
+
 CHANGES_OF_LOGITS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "scaled": lambda model, logits: logits * 1.01,
     "capped": lambda model, logits: 1024 * torch.tanh(logits / 1024),  # a power of two changes no bit of a small logit
     "conditional": lambda model, logits: torch.where(logits.abs() > 50, logits / 2, logits),
     "a constant": lambda model, logits: logits + 1e-3,
-    "a bias that is still zero": lambda model, logits: logits + model.extra,
+}
+CHANGES: dict[str, Callable[[Any], object]] = {
+    **{name: partial(with_forward, forward=of_logits(change)) for name, change in CHANGES_OF_LOGITS.items()},
+    "a bias": add_a_zero,
+    "a hook on the head": lambda model: model.lm_head.register_forward_hook(lambda *_: None),
+    "a backward hook on the head": lambda model: model.lm_head.register_full_backward_hook(lambda *_: None),
+    "a hook on the model": lambda model: model.register_forward_hook(lambda *_: None),
+    "another forward": tanh_first,
+    "another class": quantized,
+    "another width": narrow,
+    "an adapter": lambda model: with_adapters(model, target_modules=["lm_head"]),
+    "a copy by PEFT": lambda model: with_adapters(model, target_modules=["q_proj"], modules_to_save=["lm_head"]),
 }
 
 
-class TestMutations:
-    """Changes to a plain head. With the fused loss each would train wrong."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_to_a_plain_head_is_seen(name: str, dtype: torch.dtype) -> None:
+    """With the fused loss each would train wrong."""
+    model = build("Llama").to(dtype)
+    CHANGES[name](model)
+    assert not has_plain_head(model)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("name", CHANGES_OF_LOGITS)
-    def test_logits_are_changed(self, name: str, dtype: torch.dtype) -> None:
-        model = build("Llama")
-        if "bias" in name:
-            model.extra = nn.Parameter(torch.zeros(64))
-        assert not has_plain_head(with_forward(model, of_logits(CHANGES_OF_LOGITS[name])).to(dtype))
 
-    @pytest.mark.parametrize("change", [*HOOKED, tanh_first, quantized, narrow])
-    def test_the_head_is_changed(self, change: Callable[[Any], None]) -> None:
-        model = build("Llama")
-        change(model)
-        assert not has_plain_head(model)
-
-    @pytest.mark.parametrize("option", ["target_modules", "modules_to_save"])
-    def test_an_adapter_on_the_head(self, option: str) -> None:
-        peft = pytest.importorskip("peft", reason="pip install peft")
-        elsewhere = peft.get_peft_model(build("Llama"), peft.LoraConfig(target_modules=["q_proj"]))
-        assert has_plain_head(elsewhere)
-        options = {"target_modules": ["q_proj"], option: ["lm_head"]}
-        assert not has_plain_head(peft.get_peft_model(build("Llama"), peft.LoraConfig(**options)))
+def test_an_adapter_elsewhere() -> None:
+    assert has_plain_head(with_adapters(build("Llama"), target_modules=["q_proj"]))
 
 
 def of_images(self: Any, input_ids: Tensor, images: Tensor) -> Any:
@@ -183,16 +153,3 @@ def test_the_model_is_left_as_it_was(mode: Any) -> None:
     assert torch.equal(torch.get_rng_state(), random)
     assert "forward" not in vars(model.model)
     assert not ran and all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("name", cases(list(EVERY)[:-1], quick=["Llama", "BERT", "Granite, scaled"]))
-def test_rows_of_a_padded_batch(name: str) -> None:
-    """The logits of the rows that predict, and no other row goes through the head. Losses: test_predicting_rows.py."""
-    model, batch, seen = build(name), PaddedCollator()(FEATURES), []
-    with float64_throughout(model):
-        expected = torch.cat([model(torch.tensor([f["input_ids"]])).logits[0, :-1] for f in FEATURES])
-        model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
-        logits = logits_rows(parts_of(model), inputs_of(batch))
-        assert logits.shape == expected.shape == (12, 64)
-        assert relative_error(logits, expected) <= BAR
-        assert [shape[:-1] for shape in seen] == [(1, 12)]

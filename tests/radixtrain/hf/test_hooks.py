@@ -59,12 +59,14 @@ def test_what_a_batch_may_not_have(model, changes, message):
         model(**batch)
 
 
-def test_inputs_by_position(model):
-    """A backbone that is called with ids and mask as positional arguments."""
-    batch = collated()
+def test_inputs_by_position(tiny_qwen3):
+    """Ids and mask of a bare backbone, after which a head of the user's own comes."""
+    backbone = share_prefixes(tiny_qwen3().model)
+    batch = {name: value for name, value in collated().items() if not name.endswith("labels")}
     ids, positions = batch.pop("input_ids"), batch.pop("position_ids")
-    named = model.model(ids, position_ids=positions, **batch).last_hidden_state
-    assert torch.equal(model.model(ids, None, positions, **batch).last_hidden_state, named)
+    named = backbone(ids, position_ids=positions, **batch).last_hidden_state
+    assert named.shape[:2].numel() == len(batch["radix"].prediction_rows)
+    assert torch.equal(backbone(ids, None, positions, **batch).last_hidden_state, named)
 
 
 def test_a_copy_of_a_part_does_not_copy_the_model(model):

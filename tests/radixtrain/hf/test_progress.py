@@ -4,7 +4,6 @@ Each has to compute what it computes by itself. A hook in the middle of one begi
 the same time is always the same.
 """
 
-import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3ForSequenceClassification
 
 from radixtrain import generate, share_prefixes
 from radixtrain.collators.steps import PaddedCollator
@@ -25,7 +23,7 @@ from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import relative_error
 from tests.support import cases
 from tests.support.batches import padded
-from tests.support.models import tiny_hybrid, tiny_qwen3
+from tests.support.models import tiny_hybrid, tiny_model, tiny_qwen3
 from tests.support.steps import FEATURES, PROMPT, ROWS, assert_same_gradient, batch_of
 
 # Without the probe: its trial would meet the hooks here, which wait for another call, before the call itself does.
@@ -35,7 +33,6 @@ BAR = 1e-12
 GROUP = padded(ROWS[:4], "right")
 ALONE = torch.tensor([[*PROMPT, 3, 4], [*PROMPT[::-1], 5, 6]])  # nothing to share
 PROMPTS, GREEDY = padded(ROWS[:4], "left"), {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-LABELS = {"labels": GROUP["input_ids"].masked_fill(GROUP["attention_mask"] == 0, -100)}
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -183,15 +180,13 @@ def test_a_call_while_a_head_is_tried(way: Way) -> None:
 
 def test_two_models_around_one_backbone(tiny_qwen3: Callable[..., Any]) -> None:
     """A policy and a value model, of which one is shared: the gradient of both. Sharing the other is refused."""
-    policy = tiny_qwen3().double()
-    config = copy.deepcopy(policy.config)
-    config.num_labels, config.pad_token_id = 1, 0
-    value: Any = Qwen3ForSequenceClassification(config).double()
+    policy = tiny_qwen3()
+    value = tiny_model("Qwen3ForSequenceClassification", num_labels=1, pad_token_id=0).double()
     value.model = policy.model
 
     def loss_of(policy: Any) -> Tensor:
-        labelled = policy(**GROUP, **LABELS, use_cache=False).loss
-        return labelled + value(**GROUP, use_cache=False).logits.square().sum()
+        values = value(**GROUP, use_cache=False).logits
+        return CALLS["shared"](policy).logsumexp(-1).sin().sum() + values.square().sum()
 
     assert assert_same_gradient(policy, loss_of).num_shared == 2
     with pytest.raises(UserError, match="Qwen3Model is shared already, alone or inside another model"):

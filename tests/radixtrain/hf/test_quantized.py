@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from radixtrain import verify_equivalence
@@ -11,12 +10,11 @@ from radixtrain.testing import assert_within_reference_error
 from radixtrain.verification.equivalence import TENSOR_FACTOR
 from radixtrain.verification.oracle import float64_throughout
 from tests.support import cases
-from tests.support.models import tiny_qwen3
+from tests.support.models import tiny_qwen3, with_adapters
+from tests.support.steps import FEATURES
 
 pytest.importorskip("bitsandbytes", reason="weights of 4 bits need bitsandbytes: pip install bitsandbytes")
-peft = pytest.importorskip("peft", reason="adapters need peft: pip install peft")
 
-FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3, 4, n, 5] for n in range(6, 12))]
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 VARIANTS = [{}, {"use_dora": True}, {"use_rslora": True}]
 STORED = [(torch.float32, True, "nf4"), (torch.bfloat16, False, "fp4")]
@@ -48,13 +46,7 @@ def load(folder):
 
 def adapted(model, **options):
     """With adapters that are not zero."""
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", **options)
-    model = peft.get_peft_model(model, lora)
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.02)
-    return model.train()
+    return with_adapters(model, r=4, target_modules="all-linear", init_lora_weights=False, **options).train()
 
 
 def test_the_layers(load, tiny_qwen3):
@@ -76,15 +68,16 @@ def test_the_gradient_is_the_ordinary_one(load, options, dtype, double, kind):
 
 @pytest.mark.parametrize("options", cases(VARIANTS, quick=VARIANTS[:1]))
 def test_a_validation_does_not_change_the_gradient(load, options):
-    model, found = adapted(load(), **options), []
-    for is_validated in (False, True):
-        if is_validated:
-            with torch.no_grad():
-                assert model.eval()(input_ids=IDS, labels=IDS).loss.isfinite()
-        model.train().zero_grad()
-        model(input_ids=IDS, labels=IDS).loss.backward()
-        found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
-    assert all(map(torch.equal, *found))
+    model = adapted(load(), **options)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def gradients():
+        return torch.autograd.grad(model.train()(input_ids=IDS, labels=IDS).loss, trained)
+
+    before = gradients()
+    with torch.no_grad():
+        assert model.eval()(input_ids=IDS, labels=IDS).loss.isfinite()
+    assert all(map(torch.equal, before, gradients()))
 
 
 def test_plain_weights_for_good(load, tmp_path):

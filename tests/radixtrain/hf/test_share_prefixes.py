@@ -6,42 +6,81 @@ Loss and gradients are those of the untouched model, in float64; a call that can
 import copy
 import pickle
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from radixtrain import RadixCollator, restore_model, share_prefixes, sharing_report
+from radixtrain.collators.misuse_guard import end_watch
+from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.verification.oracle import float64_throughout, gradients_of
-from tests.support.models import tiny_model
+from tests.support.batches import padded
+from tests.support.models import tiny_model, with_adapters
 from tests.support.steps import assert_same_gradient, same
+from tests.support.trainers import padded_with_labels
 
-IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 0], [7, 8, 9, 5, 0, 0], [7, 8, 9, 5, 6, 0]])
-MASK = (IDS != 0).long()
-KEPT = MASK.bool()
-LABELS = IDS.masked_fill(MASK == 0, -100)
-BATCH = {"input_ids": IDS, "attention_mask": MASK}  # 20 tokens, 9 unique
-FEATURES = [{"input_ids": row[row > 0].tolist(), "labels": row[row > 0].tolist()} for row in IDS]
+ROWS = [[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4], [7, 8, 9, 5], [7, 8, 9, 5, 6]]  # 20 tokens, 9 unique
+FEATURES = [{"input_ids": row, "labels": row} for row in ROWS]
+BATCH, LABELLED = padded(ROWS, "right"), padded_with_labels(ROWS, ROWS, "right", pad=0)
+MASK = BATCH["attention_mask"]
 
 
 def own_loss(model: Any) -> Tensor:
-    return model(**BATCH, labels=LABELS).loss
+    return model(**LABELLED).loss
 
 
 ENCODERS = """BertForSequenceClassification BertForMaskedLM ModernBertModel EuroBertForSequenceClassification
     LayoutLMForTokenClassification SplinterModel FNetForSequenceClassification NomicBertModel"""
 
 
+class Wrapper(nn.Module):
+    def __init__(self, *models: nn.Module):
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.models[0](**inputs)
+
+
+def functional_loss(model: Any) -> Tensor:
+    return functional_call(model, dict(model.named_parameters()), (), LABELLED).loss
+
+
+def of_directions(model: Any) -> Tensor:
+    """Padding is masked afterwards: 0 / 0 would be NaN, and NaN * 0 too."""
+    hidden = model.model(**BATCH).last_hidden_state
+    return (hidden / hidden.norm(dim=-1, keepdim=True) * MASK[..., None]).sum(1).sin().sum()
+
+
+# What is made of a model, its loss, and how often the backbone runs.
+PROGRAMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor], int]] = {
+    "a bare backbone": (lambda model: model.model, lambda model: model(**BATCH)[0][MASK == 1].sin().sum(), 1),
+    "in wrappers": (lambda model: Wrapper(Wrapper(model), nn.Linear(2, 2)), own_loss, 1),
+    "the whole model in a checkpoint": (nn.Module.train, partial(checkpoint, own_loss, use_reentrant=False), 2),
+    "functional_call": (nn.Module.train, functional_loss, 1),
+    "directions": (nn.Module.train, of_directions, 1),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_loss_and_gradient(tiny_qwen3, name):
+    """Losses that read padding end in an error: tests/claims/padded/test_calls.py."""
+    make, loss_of, num_calls = PROGRAMS[name]
+    report = assert_same_gradient(make(tiny_qwen3()), loss_of)
+    counts = report.num_shared, report.num_places, report.num_tokens, report.num_unique_tokens
+    assert counts == (num_calls, 24 * num_calls, 20 * num_calls, 9 * num_calls) and report.plan_seconds > 0
+
+
 class TestClasses:
     """Score heads and classes of tokens: tests/claims/padded/test_families.py."""
-
-    def test_a_bare_backbone(self, tiny_qwen3):
-        report = assert_same_gradient(tiny_qwen3().model, lambda model: model(**BATCH)[0][KEPT].sin().sum())
-        counts = report.num_shared, report.num_places, report.num_tokens, report.num_unique_tokens
-        assert counts == (1, 24, 20, 9) and report.plan_seconds > 0
 
     @pytest.mark.parametrize("model_class", ENCODERS.split())
     def test_an_encoder_shares_nothing(self, model_class):
@@ -87,28 +126,25 @@ def test_options_that_cannot_be_meant(tiny_qwen3, options, message):
     assert model.config._attn_implementation == "sdpa" and not model.model._forward_hooks
 
 
+def test_a_batch_that_a_model_cannot_take(tiny_qwen3):
+    """Never another attention: not even without the watch for models that are not shared."""
+    batch = RadixCollator()(FEATURES)
+    end_watch()
+    with pytest.raises(RuntimeError, match="must match the size of tensor"):
+        tiny_qwen3()(**batch)
+    with pytest.raises(UserError, match="has no plan: give an ordinary model its input_ids"):
+        share_prefixes(tiny_qwen3())(**PaddedCollator()(FEATURES))
+
+
 def test_a_name_in_place_of_a_model():
     with pytest.raises(TypeError, match="expected a model, got str: load it first"):
         share_prefixes("Qwen/Qwen3-0.6B")
 
 
-class Wrapper(nn.Module):
-    def __init__(self, *models: nn.Module):
-        super().__init__()
-        self.models = nn.ModuleList(models)
-
-    def forward(self, **inputs: Any) -> Any:
-        return self.models[0](**inputs)
-
-
-class TestWrappers:
-    def test_one_model_inside(self, tiny_qwen3):
-        assert assert_same_gradient(Wrapper(Wrapper(tiny_qwen3()), nn.Linear(2, 2)), own_loss).num_shared == 1
-
-    @pytest.mark.parametrize("count", [0, 2])
-    def test_none_or_several(self, tiny_qwen3, count):
-        with pytest.raises(TypeError, match=f"Wrapper has {count}: "):
-            share_prefixes(Wrapper(*(tiny_qwen3() for _ in range(count))))
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_wrapper_of_no_model_or_several(tiny_qwen3, count):
+    with pytest.raises(TypeError, match=f"Wrapper has {count}: "):
+        share_prefixes(Wrapper(*(tiny_qwen3() for _ in range(count))))
 
 
 class TestBothKindsOfBatches:
@@ -128,13 +164,6 @@ class TestBothKindsOfBatches:
         assert torch.equal(model(**BATCH).logits, tiny_qwen3()(**BATCH).logits)
         with pytest.raises(UserError):
             sharing_report(model)
-
-    def test_a_later_call_replaces_the_options(self, tiny_qwen3):
-        model = share_prefixes(share_prefixes(tiny_qwen3()), min_ratio=100.0)
-        model(**BATCH)
-        assert set(sharing_report(model).not_shared) == {"less than min_ratio = 100.0 to save"}
-        model(**RadixCollator()(FEATURES))
-        assert sharing_report(model).num_shared == 1
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -160,11 +189,8 @@ class TestHeadsThatAreReplaced:
     )
     def test_by_peft(self, tiny_qwen3, adapters, products):
         """It copies a head with our hooks on it, and both sets run, or puts a layer around it; all can be removed."""
-        from peft import LoraConfig, get_peft_model
-
         model = share_prefixes(tiny_qwen3(tie_word_embeddings=False))
-        config = LoraConfig(r=2, **{"target_modules": ["q_proj"], "init_lora_weights": False, **adapters})
-        wrapped = get_peft_model(model, config)
+        wrapped = with_adapters(model, **{"target_modules": ["q_proj"], "init_lora_weights": False, **adapters})
         report = assert_same_gradient(wrapped, own_loss)
         assert (report.num_shared, report.num_head_rows) == (1, 10 * products)
         merged = wrapped.merge_and_unload().requires_grad_(True)
@@ -179,64 +205,34 @@ class TestHeadsThatAreReplaced:
         assert report.num_head_rows == 10 * 2, "both calls were shared"
 
 
-class TestHooksOfTheUser:
-    def test_what_they_see(self, tiny_qwen3):
-        """What they see in an untouched model: `[B, L]` and `[B, L, D]`. Those that come later: guards/test_code.py."""
-        model, seen = tiny_qwen3(), []
+def test_what_hooks_of_the_user_see(tiny_qwen3):
+    """What they see in an untouched model: `[B, L]` and `[B, L, D]`. Those that come later: guards/test_code.py."""
+    model, seen = tiny_qwen3(), []
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.append((args[0] if args else kwargs["input_ids"]).shape)
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append((args[0] if args else kwargs["input_ids"]).shape)
 
-        for module in (model.model, model.lm_head):
-            module.register_forward_pre_hook(before, with_kwargs=True)
-        model.model.register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state.shape))
-        share_prefixes(model)(**BATCH)
-        assert seen == [(4, 6), (4, 6, 32), (4, 6, 32)]
-        assert sharing_report(model).num_shared == 1
-
-
-class TestCallsInAnyOrder:
-    @pytest.mark.parametrize("place", ["layer", "head", "after the head"])
-    def test_after_an_error_in_the_middle(self, tiny_qwen3, place):
-        model = share_prefixes(tiny_qwen3())
-        expected = own_loss(model)
-        module = model.model.layers[1] if place == "layer" else model.lm_head
-
-        def fail(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        register = module.register_forward_hook if place == "after the head" else module.register_forward_pre_hook
-        handle = register(fail)
-        with pytest.raises(KeyboardInterrupt):
-            own_loss(model)
-        handle.remove()
-        assert model.lm_head(torch.zeros(2, 3, 32)).shape == (2, 3, 50)
-        assert torch.equal(own_loss(model), expected)
-
-    def test_the_whole_model_in_a_checkpoint(self, tiny_qwen3):
-        from torch.utils.checkpoint import checkpoint
-
-        def loss_of(model: Any) -> Tensor:
-            return checkpoint(own_loss, model, use_reentrant=False)
-
-        assert assert_same_gradient(tiny_qwen3(), loss_of).num_shared == 2
-
-    def test_functional_call(self, tiny_qwen3):
-        def loss_of(model: Any) -> Tensor:
-            weights = dict(model.named_parameters())
-            return torch.func.functional_call(model, weights, (), {**BATCH, "labels": LABELS}).loss
-
-        assert assert_same_gradient(tiny_qwen3(), loss_of).num_shared == 1
+    for module in (model.model, model.lm_head):
+        module.register_forward_pre_hook(before, with_kwargs=True)
+    model.model.register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state.shape))
+    share_prefixes(model)(**BATCH)
+    assert seen == [(4, 6), (4, 6, 32), (4, 6, 32)]
+    assert sharing_report(model).num_shared == 1
 
 
-class TestLossesThatLeavePaddingOut:
-    """Those that read it end in an error: tests/claims/padded/test_calls.py."""
+@pytest.mark.parametrize("place", ["layer", "head", "after the head"])
+def test_after_an_error_in_the_middle(tiny_qwen3, place):
+    model = share_prefixes(tiny_qwen3())
+    expected = own_loss(model)
+    module = model.model.layers[1] if place == "layer" else model.lm_head
 
-    def test_directions_that_are_masked_afterwards(self, tiny_qwen3):
-        """0 / 0 would be NaN, and NaN * 0 too."""
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
 
-        def loss_of(model: Any) -> Tensor:
-            hidden = model.model(**BATCH).last_hidden_state
-            return (hidden / hidden.norm(dim=-1, keepdim=True) * MASK[..., None]).sum(1).sin().sum()
-
-        assert assert_same_gradient(tiny_qwen3().train(), loss_of).num_shared == 1
+    register = module.register_forward_hook if place == "after the head" else module.register_forward_pre_hook
+    handle = register(fail)
+    with pytest.raises(KeyboardInterrupt):
+        own_loss(model)
+    handle.remove()
+    assert model.lm_head(torch.zeros(2, 3, 32)).shape == (2, 3, 50)
+    assert torch.equal(own_loss(model), expected)

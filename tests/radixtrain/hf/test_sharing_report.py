@@ -12,6 +12,7 @@ from radixtrain import RadixCollator, StepCollator, restore_model, share_prefixe
 from radixtrain.__main__ import main
 from radixtrain.hf.sharing_report import NOT_ALIKE as NOT_ALIKE_REASON
 from radixtrain.hf.sharing_report import NUM_CALLS, _warn
+from tests.support.models import with_adapters
 
 SHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 UNSHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [6, 8, 9, 3])]
@@ -44,10 +45,12 @@ class TestTheWarningThatNothingWasShared:
     def test_is_given_once(
         self, model: Any, caplog: pytest.LogCaptureFixture, batch: dict[str, Any], message: str
     ) -> None:
+        """And by a copy, which counts by itself."""
         run(model, batch, NUM_CALLS - 1)
         assert not caplog.records
-        run(model, batch, 2 * NUM_CALLS)
-        assert [message in record.getMessage() for record in caplog.records] == [True]
+        for each in (copy.deepcopy(model), model):
+            run(each, batch, 2 * NUM_CALLS)
+        assert [message in record.getMessage() for record in caplog.records] == [True, True]
 
     def test_not_if_one_batch_shared(
         self, model: Any, caplog: pytest.LogCaptureFixture, batch: dict[str, Any], message: str
@@ -99,15 +102,6 @@ class TestCounts:
         assert sharing_report(model).num_tokens == steps[0].num_tokens == 9
 
 
-def test_a_copy_counts_by_itself(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    run(model, UNLIKE, NUM_CALLS - 1)
-    copied = copy.deepcopy(model)
-    run(copied, UNLIKE, 1)
-    assert len(caplog.records) == 1
-    run(model, UNLIKE, 1)
-    assert len(caplog.records) == 2
-
-
 ROWS = [{"input_ids": [7, 8, 9, 7, 8, 9, n], "labels": [-100] * 6 + [n]} for n in range(10, 14)]
 SAID = "the optimizer changes weights in torch.{}: unless it keeps float32 copies, an update of less than {} % of a"
 BFLOAT16, FLOAT16 = SAID.format("bfloat16", "0.20"), SAID.format("float16", "0.02")
@@ -132,12 +126,6 @@ def train(model: Any, optimizer: Any, autocast: bool) -> None:
         optimizer.step()
 
 
-def with_lora(model: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-
-
 CASES: dict[str, tuple[torch.dtype, str, str]] = {  # of the weights, what is special, what is said
     "bfloat16": (torch.bfloat16, "", BFLOAT16),
     "float16": (torch.float16, "", FLOAT16),
@@ -159,7 +147,7 @@ def test_weights_of_16_bits_are_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = tiny_qwen3().to(dtype).train()
-    model = share_prefixes(with_lora(model) if "lora" in special else model)
+    model = share_prefixes(with_adapters(model, target_modules=["q_proj"]) if "lora" in special else model)
     weights = [weight for weight in model.parameters() if weight.requires_grad or special == "lora, all"]
     if special == "copies":  # DeepSpeed and FSDP step these, and write them back into the model
         weights = [weight.detach().float().requires_grad_() for weight in weights]
@@ -170,16 +158,7 @@ def test_weights_of_16_bits_are_named_once(
 
 
 @pytest.mark.usefixtures("in_a_new_process")
-@pytest.mark.parametrize(
-    ("options", "is_named"),
-    [({"model__dtype": "bfloat16", "dedup": "off"}, True), ({"trainer__precision": "bf16-mixed"}, False)],
-    ids=str,
-)
-def test_fit_says_it_once(
-    options: dict[str, str],
-    is_named: bool,
-    arguments: Callable[..., list[str]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert main(arguments(trainer__max_steps=1, **options)) == 0
-    assert [text.startswith(BFLOAT16) for text in said(caplog)] == [True] * is_named
+def test_fit_says_it_once(arguments: Callable[..., list[str]], caplog: pytest.LogCaptureFixture) -> None:
+    """Without sharing too."""
+    assert main(arguments(trainer__max_steps=1, model__dtype="bfloat16", dedup="off")) == 0
+    assert [text.startswith(BFLOAT16) for text in said(caplog)] == [True]

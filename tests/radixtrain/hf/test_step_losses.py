@@ -10,14 +10,11 @@ from radixtrain import share_prefixes, step_losses
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
-from tests.support.models import tiny_model
-from tests.support.steps import Build, same
-
-PROMPT = [7, 8, 9, 10, 11, 12]
-FEATURES = [{"input_ids": [*PROMPT, n, 2, n + 1], "labels": [*PROMPT, n, 2, n + 1]} for n in range(13, 17)]
+from tests.support.models import tiny_model, with_adapters
+from tests.support.steps import FEATURES, Build, same
 
 
-def step_of(max_tokens: int | None = 12) -> Step:
+def step_of(max_tokens: int | None = 20) -> Step:
     return StepCollator(max_tokens=max_tokens)(FEATURES)
 
 
@@ -56,13 +53,8 @@ def halved_logits(module: Any, args: Any, output: Any) -> Any:
     return output
 
 
-def with_adapters(model: Any, kind: str, **settings: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    return peft.get_peft_model(model, getattr(peft, kind)(**settings))
-
-
 def with_lora_and_a_hook(model: Any) -> Any:
-    model = with_adapters(model, "LoraConfig", target_modules=["q_proj"])
+    model = with_adapters(model, target_modules=["q_proj"])
     model.register_full_backward_hook(doubled)
     return model
 

@@ -12,14 +12,12 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from radixtrain import RadixCollator, generate, share_prefixes
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.windows import mask_function, no_mask, on_mask
 from tests.support.models import tiny_model
-from tests.support.steps import same_step
-
-FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2, 3, 4, 5, 6], [7, 8, 9, 3])]
+from tests.support.steps import FEATURES
 
 
 @pytest.mark.parametrize(
@@ -88,14 +86,3 @@ def test_a_mask_is_asked_for_its_window(tiny_qwen3, asked, window):
     else:
         with pytest.raises(UserError, match=window):
             ask()
-
-
-def test_layers_that_take_the_keys_of_earlier_ones():
-    """In a radix batch and in generation. Their masks are cut in Gemma 4."""
-    layer_types = ["sliding_attention", "full_attention"] * 2
-    settings = {"layer_types": layer_types, "num_kv_shared_layers": 2, "global_head_dim": 16, "sliding_window": 3}
-    model = tiny_model("Gemma4ForCausalLM", num_hidden_layers=4, **settings)
-    same_step(model, FEATURES, lambda model: [model(**RadixCollator()(FEATURES)).loss])
-    prompts = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 3, 5, 5]])
-    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    assert torch.equal(generate(model.eval(), prompts, **options), model.generate(prompts, **options))

@@ -15,16 +15,14 @@ from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.guards import rules
 from radixtrain.hf.share import check_takes_collated
 from tests.support import FULL
-from tests.support.models import IS_OLDER, since, tiny_model
+from tests.support.models import DECODER, IS_OLDER, since, tiny_model, with_adapters
+from tests.support.steps import FEATURES
 
-FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 MIXES = "computes a token from others, or from its place among them"
-NO_POSITIONS = "does not take position_ids, so a token after a shared prefix would get the position of its row"
 NO_NEXT_TOKENS = r"is not a causal language model, .* or share_prefixes\(model\)"
 FROM_PADDING = r"counts positions from padding_idx \+ 1 = 1 .* a radix batch counts from 0"
 EXPERTS = {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "moe_jitter_eps": 0.1}
 DBRX = {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}, "ffn_config": EXPERTS}
-DECODER = {"is_decoder": True}
 
 # Class, settings, message: of a rule when the model is shared, or of the probe in its first call. Of other families:
 # tests/claims/equivalence/test_families.py.
@@ -46,7 +44,6 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
         {},
         r"DeepseekV32ForCausalLM has sparse attention \(an indexer picks keys\) \(index_topk=4\)",
     ),
-    ("BloomForCausalLM", {}, NO_POSITIONS),
     (
         "BigBirdForCausalLM",
         {**DECODER, "attention_type": "original_full"},
@@ -111,29 +108,40 @@ def test_generation_of_a_model_that_was_changed(
 class Cumulative(nn.Module):
     """In place of a layer's attention or mixer: it takes neither a function nor a cache of Hugging Face."""
 
+    def __init__(self, inner):
+        super().__init__()
+
     def forward(self, hidden_states, **kwargs):
         return hidden_states.cumsum(1), None
 
 
-@pytest.mark.parametrize(("layer", "name"), [(1, "linear_attn"), (2, "self_attn")])
-@pytest.mark.usefixtures("hooks_that_may_stay")
-def test_a_layer_of_ones_own_in_a_hybrid(tiny_hybrid, layer, name):
-    """Nobody counted it: it read all unique rows as one sequence."""
+class PassesNothingOn(nn.Module):
+    """Calls a decoder layer with nothing but its rows: no mask, none of the arguments of the model's call."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden, position_embeddings, **kwargs):
+        return self.layer(hidden, position_embeddings=position_embeddings)
+
+
+OWN = [("layers.1.linear_attn", Cumulative), ("layers.2.self_attn", Cumulative), ("layers.0", PassesNothingOn)]
+
+
+@pytest.mark.parametrize(("path", "own"), OWN)
+@pytest.mark.usefixtures("hooks_that_may_stay", "free_forks")
+def test_a_layer_of_ones_own_in_a_hybrid(tiny_hybrid, path, own):
+    """Nobody counted it, or it came later: it read all unique rows as one sequence."""
     kinds = ["linear_attention", "linear_attention", "full_attention"]
-    model = tiny_hybrid("Qwen3.5", num_hidden_layers=3, layer_types=kinds)
-    setattr(model.model.layers[layer], name, Cumulative())
-    with pytest.raises(UserError, match=rf"{MIXES}, first in layer {layer} |cannot be tried on a few tokens"):
-        share_prefixes(model)(**RadixCollator()(FEATURES))
+    model = share_prefixes(tiny_hybrid("Qwen3.5", num_hidden_layers=3, layer_types=kinds))
+    model.model.set_submodule(path, own(model.model.get_submodule(path)))
+    with pytest.raises(UserError, match=rf"{MIXES}, first in layer {path[7]} |cannot be tried on a few tokens"):
+        (model if own is PassesNothingOn else share_prefixes(model))(**RadixCollator()(FEATURES))
 
 
 class TestNotRefused:
     """What looks like something that is."""
-
-    def test_a_bare_backbone(self, tiny_qwen3):
-        """A head of the user's own comes after it."""
-        backbone = share_prefixes(tiny_qwen3().model)
-        batch = {k: v for k, v in RadixCollator()(FEATURES).items() if k not in ("labels", "shift_labels")}
-        assert backbone(**batch).last_hidden_state.shape[:2].numel() == len(batch["radix"].prediction_rows)
 
     def test_chunks_as_long_as_the_sequences(self):
         """All layers have full attention here, so its backbone is not named as others are."""
@@ -209,12 +217,6 @@ class TestSoftCap:
             share_prefixes(tiny_model("Gemma2ForCausalLM", attn_implementation="eager"), kernel="torch")
 
 
-def with_lora(model: Any, dropout: float, **settings: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    settings = {"target_modules": "all-linear", **settings}
-    return peft.get_peft_model(model, peft.LoraConfig(lora_dropout=dropout, init_lora_weights=False, **settings))
-
-
 def dropout(model: Any) -> Any:
     model.model.layers[1].mlp.act_fn = nn.Sequential(model.model.layers[1].mlp.act_fn, nn.Dropout(0.5))
     return model
@@ -228,9 +230,12 @@ def noise(model: Any) -> Any:
 
 
 DRAWS: dict[str, tuple[Callable[[Any], Any], str]] = {  # what draws; its number and the name by which it is allowed
-    "an adapter": (lambda model: with_lora(model, 0.5), r"q_proj\.lora_dropout\.default\.p=0\.5.*\['lora_dropout'\]"),
+    "an adapter": (
+        lambda model: with_adapters(model, lora_dropout=0.5, target_modules="all-linear"),
+        r"q_proj\.lora_dropout\.default\.p=0\.5.*\['lora_dropout'\]",
+    ),
     "on the head": (
-        lambda model: with_lora(model, 0.5, target_modules=["lm_head"]),
+        lambda model: with_adapters(model, lora_dropout=0.5, target_modules=["lm_head"]),
         r"the head draws .*lora_dropout\.default\.p=0\.5.*\['lora_dropout'\]",
     ),
     "a module": (dropout, r"layers\.1\.mlp\.act_fn\.1\.p=0\.5.*\['1'\]"),

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3Model
 
 from radixtrain import (
@@ -194,32 +195,24 @@ def both(
 
 
 @pytest.mark.parametrize("name", THIRD_PARTY)
-def test_what_is_refused_by_name(tiny_qwen3: Build, name: str) -> None:
-    """A batch of a collator, and generation."""
+@pytest.mark.parametrize("before", [False, True])
+def test_what_is_refused_by_name(tiny_qwen3: Build, name: str, before: bool) -> None:
+    """A batch of a collator, by a bare backbone too, before and after it is shared; and generation."""
     refused = rf"\({__name__}.* would see the unique tokens"
-    model, other = share_prefixes(tiny_qwen3()), tiny_qwen3().eval()
-    THIRD_PARTY[name](model.model, [])
-    with pytest.raises(UserError, match=refused):
-        model(**batch())
-    nn.modules.module._global_forward_hooks.clear()
+    model, backbone, other = tiny_qwen3(), tiny_qwen3().model, tiny_qwen3().eval()
+    unlabelled = {key: value for key, value in batch().items() if not key.endswith("labels")}
+    for shared, decoder, inputs in ((model, model.model, batch()), (backbone, backbone, unlabelled)):
+        if not before:
+            share_prefixes(shared)
+        THIRD_PARTY[name](decoder, [])
+        with pytest.raises(UserError, match=refused):
+            (share_prefixes(shared) if before else shared)(**inputs)
+        nn.modules.module._global_forward_hooks.clear()
     THIRD_PARTY[name](other.model, [])
     with pytest.raises(UserError, match=f"{refused}.* use model.generate"):
         generate(other, IDS, max_new_tokens=2)
     with pytest.raises(UserError, match=refused):
         score_completions(other, IDS.tolist(), [[[1]]] * len(IDS))
-
-
-OF_THE_BACKBONE = ["a forward of the backbone", "ids of the backbone", "output of the backbone"]
-
-
-@pytest.mark.parametrize("name", ["a forward of an attention", *OF_THE_BACKBONE])
-@pytest.mark.parametrize("before", [False, True])
-def test_a_bare_backbone_refuses_it_before_and_after(tiny_qwen3: Build, name: str, before: bool) -> None:
-    backbone = tiny_qwen3().model if before else share_prefixes(tiny_qwen3().model)
-    THIRD_PARTY[name](backbone, [])
-    inputs = {key: value for key, value in batch().items() if not key.endswith("labels")}
-    with pytest.raises(UserError, match=rf"\({__name__}.* would see the unique tokens"):
-        share_prefixes(backbone)(**inputs) if before else backbone(**inputs)
 
 
 @pytest.mark.parametrize("name", [*THIRD_PARTY, *HARMLESS])
@@ -366,20 +359,18 @@ def test_an_object_cannot_be_declared_position_wise() -> None:
         position_wise(nn.SiLU())
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_a_forward_of_a_recurrent_layer(tiny_hybrid: Build, before: bool) -> None:
-    def replace(decoder: Any, kept: Any = None) -> None:
-        mixer = decoder.layers[0].linear_attn
-        original = mixer.forward
-        mixer.forward = lambda *args, **kwargs: steered(original(*args, **kwargs))
+def test_a_forward_of_a_recurrent_layer(tiny_hybrid: Build) -> None:
+    """Replaced before the model is shared. One that is replaced later: tests/claims/recurrent/test_sharing.py."""
 
     def build() -> Any:
         model = tiny_hybrid("Qwen3.5")
-        replace(model.model) if before else None
+        mixer = model.model.layers[0].linear_attn
+        original = mixer.forward
+        mixer.forward = lambda *args, **kwargs: steered(original(*args, **kwargs))
         return model
 
-    is_same, report = both(build, (lambda *_: None) if before else replace)
-    assert is_same and report.num_shared == (not before)
+    is_same, report = both(build, lambda *_: None)
+    assert is_same and not report.num_shared
 
 
 def capped(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -412,10 +403,17 @@ def of_torch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(nn.functional, "silu", lambda x, **options: steered(silu(x, **options)))
 
 
+def of_file(patch: pytest.MonkeyPatch) -> None:
+    rotate = modeling_qwen3.apply_rotary_pos_emb
+    mixing = lambda q, *rest, **more: rotate(q + q.roll(1, dims=-2), *rest, **more)  # noqa: E731
+    patch.setattr(modeling_qwen3, "apply_rotary_pos_emb", mixing)
+
+
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "the forward of a class": lambda patch: of_class(patch, "forward"),
     "the __call__ of a class": lambda patch: of_class(patch, "__call__"),
     "a function of torch": of_torch,
+    "a function of the model's file": of_file,
 }
 
 

@@ -13,15 +13,6 @@ from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.guards.draws import DROPOUTS, evaluating, without_dropout
 
 
-@pytest.fixture
-def model(tiny_qwen3: Callable[..., Any]) -> Any:
-    """In training mode but for one layer, with a dropout module."""
-    model = tiny_qwen3().train()
-    model.model.layers[0].eval()
-    model.model.layers[1].mlp.dropout = nn.Dropout(0.5)
-    return model
-
-
 def modes(model: Any) -> list[bool]:
     return [module.training for module in model.modules()]
 
@@ -31,8 +22,11 @@ def test_every_dropout_of_torch_is_known() -> None:
 
 
 @pytest.mark.parametrize("off", [evaluating, lambda model: without_dropout(model, ["dropout"])])
-def test_modes_come_back(model: Any, off: Any) -> None:
+def test_modes_come_back(tiny_qwen3: Callable[..., Any], off: Any) -> None:
     """After an error too."""
+    model = tiny_qwen3().train()
+    model.model.layers[0].eval()
+    model.model.layers[1].mlp.dropout = nn.Dropout(0.5)
     before = modes(model)
     with pytest.raises(KeyError), off(model):
         assert not model.model.layers[1].mlp.dropout.training

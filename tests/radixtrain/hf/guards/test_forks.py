@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain import share_prefixes
-from radixtrain.hf.backbone import mixers_of
 from radixtrain.hf.guards import model as trial
 from radixtrain.verification.oracle import float64_truth
 from tests.support import cases
-from tests.support.models import NEEDS_FORKS, tiny_model
+from tests.support.models import NEEDS_FORKS
 from tests.support.steps import FEATURES, KINDS, Build, assert_exact, batch_of
 
 pytestmark = [NEEDS_FORKS, pytest.mark.usefixtures("free_forks")]
@@ -64,12 +63,6 @@ def test_stock_mixers_fork(tiny_hybrid: Build, why_whole: Any, kind: str, weight
     torch.manual_seed(0)
     reason = why_whole(WEIGHTS[weights](tiny_hybrid(kind)), precision)
     assert ("does not show" in reason) if weights == "zero" else not reason
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
-def test_mamba_does_not(why_whole: Any, precision: str) -> None:
-    """Its first version takes no state that it would start from."""
-    assert why_whole(tiny_model("JambaForCausalLM"), precision).startswith(LOST)
 
 
 class Ignores(torch.autograd.Function):
@@ -169,38 +162,3 @@ def test_weights_that_are_not_here(
     caplog.clear()
     model(**batch_of())
     assert not caplog.text
-
-
-class Nothing(nn.Module):
-    """A mixer whose output does not depend on its input."""
-
-    def forward(self, hidden_states: Tensor, cache_params: Any = None, **options: Any) -> Tensor:
-        if cache_params is not None:
-            cache_params.get_recurrent_state(0)
-            cache_params.update_recurrent_state(hidden_states.sum(1), 0)
-        return hidden_states * 0
-
-
-class Drops(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.drop = inner, nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.drop(x))
-
-
-@pytest.mark.usefixtures("hooks_that_may_stay")
-def test_a_state_that_does_not_show(tiny_hybrid: Build, why_whole: Any) -> None:
-    model = tiny_hybrid("Qwen3.5")
-    model.model.layers[0].linear_attn = Nothing()
-    assert why_whole(model) == "the state of Nothing does not show"
-
-
-@pytest.mark.usefixtures("hooks_that_may_stay")
-def test_dropout_does_not_draw(tiny_hybrid: Build, why_whole: Any) -> None:
-    """The trial would take it for a lost gradient."""
-    model = tiny_hybrid("Qwen3.5")
-    (mixer,) = mixers_of(model.model).values()
-    mixer.in_proj_qkv = Drops(mixer.in_proj_qkv)
-    assert why_whole(model, allow_dropout=["drop"]) == ""

@@ -70,27 +70,31 @@ def on_the_right() -> dict[str, Any]:
     return batch(wide, attention_mask=mask) | {"labels": wide.masked_fill(mask == 0, -100)}
 
 
-@pytest.mark.parametrize("call", [batch(IDS), on_the_right()], ids=["padded", "padded on the right"])
-def test_queries_scaled_by_their_place(model: Any, call: dict[str, Any]) -> None:
+def on_the_left() -> dict[str, Any]:
+    wide, mask = nn.functional.pad(IDS, (3, 0), value=5), (torch.arange(15) >= 3).long().expand(4, -1)
+    return batch(wide, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+
+
+# Of the calls that are not shared, transformers counts padding, and another sequence in the row.
+CALLS = {
+    "padded": batch(IDS),
+    "padded on the right": on_the_right(),
+    "not shared, padded on the left": on_the_left(),
+    "not shared, packed": batch(IDS.reshape(1, 48), position_ids=torch.arange(12).repeat(1, 4)),
+}
+NOT_SHARED = "queries are scaled by their place in a row from 4 tokens on, padding counted"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_queries_scaled_by_their_place(model: Any, name: str) -> None:
     """As in layers of Llama 4. The scale changes within every row; the 26 unique tokens go on for longer."""
-    assert assert_same_gradient(model, lambda model: model(**call).loss).num_shared == 1
+    report = assert_same_gradient(model, lambda model: model(**CALLS[name]).loss)
+    assert (report.num_shared, [*report.not_shared]) == ((0, [NOT_SHARED]) if "not shared" in name else (1, []))
 
 
 def test_queries_of_a_radix_batch_scaled_by_their_place(model: Any) -> None:
     features = [{"input_ids": row, "labels": row} for row in ROWS]
     same_step(model, features, lambda model: [model(**RadixCollator()(features)).loss])
-
-
-@pytest.mark.parametrize("kind", ["left", "packed"])
-def test_places_that_count_what_stands_before(model: Any, kind: str) -> None:
-    """Padding on the left, with positions, and another sequence in the row: transformers counts both."""
-    if kind == "left":
-        wide, mask = nn.functional.pad(IDS, (3, 0), value=5), (torch.arange(15) >= 3).long().expand(4, -1)
-        given = batch(wide, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
-    else:
-        given = batch(IDS.reshape(1, 48), position_ids=torch.arange(12).repeat(1, 4))
-    report = assert_same_gradient(model, lambda model: model(**given).loss)
-    assert list(report.not_shared) == ["queries are scaled by their place in a row from 4 tokens on, padding counted"]
 
 
 def test_generation_scaled_by_the_place(model: Any) -> None:

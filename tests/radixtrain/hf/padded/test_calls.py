@@ -13,7 +13,7 @@ from radixtrain import share_prefixes, sharing_report
 from radixtrain.hf.backbone import CACHE
 from radixtrain.hf.sharing_report import SharingReport
 from tests.support import cases
-from tests.support.models import tiny_model
+from tests.support.models import tiny_model, with_adapters
 from tests.support.models import tiny_qwen3 as qwen3
 from tests.support.steps import assert_same_gradient
 
@@ -66,6 +66,7 @@ CALLS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     ),
     "three axes": ("input_ids have 3 dimensions, not 2", lambda: gpt2().transformer, {"input_ids": IDS[None]}),
     "a cache is wanted": ("a cache is wanted (use_cache=True)", qwen3, {**BATCH, "use_cache": True}),
+    "a cache, by configuration in evaluation mode": (FROM_CONFIGURATION, lambda: qwen3().eval(), BATCH),
     "a mask of four axes": (
         "attention_mask is not [B, L]",
         qwen3,
@@ -210,15 +211,6 @@ class TestCaches:
     def test_by_configuration_without_gradients(self):
         assert_untouched(qwen3, torch.no_grad()(lambda model: model(**BATCH)), FROM_CONFIGURATION)
 
-    def test_by_configuration_in_evaluation_mode(self):
-        """Whoever reads `past_key_values` afterwards finds them, with gradients on too."""
-
-        def call(model: Any) -> Any:
-            first = model.eval()(input_ids=IDS[:, :3])
-            return model(input_ids=IDS[:, 3:], past_key_values=first.past_key_values)
-
-        assert_untouched(qwen3, call, None)
-
 
 class TestState:
     def test_frequencies_that_a_longer_call_left(self):
@@ -264,14 +256,11 @@ class TestState:
 
     def test_adapters_by_row(self):
         """PEFT gives every layer of a call the names of the adapters, one for each row."""
-        from peft import LoraConfig, get_peft_model
-
-        lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
 
         def make() -> Any:
-            torch.manual_seed(0)
-            model = get_peft_model(qwen3(tie_word_embeddings=False), lora)
-            model.add_adapter("other", lora)
+            model = qwen3(tie_word_embeddings=False)
+            model = with_adapters(model, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+            model.add_adapter("other", model.peft_config["default"])
             return model.eval()
 
         def call(model: Any) -> Tensor:
@@ -288,10 +277,8 @@ class TestShared:
         "inputs",
         [
             {"token_type_ids": IDS * 0},
-            {"num_items_in_batch": torch.tensor(7)},
             {"past_key_values": None, "inputs_embeds": None},
         ],
-        ids=lambda inputs: " ".join(inputs),
     )
     def test_beside_ids(self, inputs):
         model = share_prefixes(qwen3())

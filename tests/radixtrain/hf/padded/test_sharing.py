@@ -8,17 +8,16 @@ import torch
 import radixtrain.hf.attention_interface as interface
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
+from tests.support.batches import padded
 
-IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 5, 0, 0]])
-MASK = (IDS != 0).long()
-BATCH = {"input_ids": IDS, "attention_mask": MASK}  # 15 places, 12 tokens, 7 unique
+BATCH = padded([[7, 8, 9, 1, 2], [7, 8, 9, 3], [7, 8, 5]], "right")  # 15 places, 12 tokens, 7 unique
 
 
 class TestOptions:
     @pytest.mark.parametrize(("min_ratio", "shared"), [(0, 1), (15 / 7 - 1e-9, 1), (15 / 7 + 1e-9, 0), (100.0, 0)])
     def test_min_ratio(self, tiny_qwen3, min_ratio, shared):
-        """B x L over U: 15 / 7."""
-        model = share_prefixes(tiny_qwen3(), min_ratio=min_ratio)
+        """B x L over U: 15 / 7. A later call replaces the options."""
+        model = share_prefixes(share_prefixes(tiny_qwen3()), min_ratio=min_ratio)
         model(**BATCH)
         report = sharing_report(model)
         assert report.num_shared == shared

@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from radixtrain import share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
+from tests.support.batches import padded
 from tests.support.steps import assert_same_gradient
 
-IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 0], [7, 8, 9, 5, 0, 0], [7, 8, 9, 5, 6, 0]])
-MASK = (IDS != 0).long()
+BATCH = padded([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4], [7, 8, 9, 5], [7, 8, 9, 5, 6]], "right")
+IDS, MASK = BATCH["input_ids"], BATCH["attention_mask"]
 LABELS = IDS.masked_fill(MASK == 0, -100)
-BATCH = {"input_ids": IDS, "attention_mask": MASK}
 WHOLE = {"input_ids": IDS}
 FIRST_THREE = slice(None), slice(3)
 ALIKE = torch.tensor([[5, 7, 8]] * 3)
@@ -42,75 +42,57 @@ def some(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1)[..., 3].sin().sum()
 
 
-def rows_and_places(model: Any, loss_of: Callable[[Any], Tensor]) -> tuple[int, int]:
-    """Asserts the same loss and gradients, shared and not: the rows that the head computed, and of how many places."""
-    report = assert_same_gradient(model, loss_of)
-    assert report.num_shared
-    return report.num_head_rows, report.num_head_places
+def in_checkpoints_by_chunks(model: Any) -> Tensor:
+    """As a preference loss that runs the backbone on both answers first.
+
+    The hidden states are gone, and another call came, when the head runs again: CheckpointError once.
+    """
+
+    def chunk_loss(hidden: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(model.lm_head(hidden), labels)
+
+    total = torch.zeros(())
+    flipped = {name: value.flip(0) for name, value in BATCH.items()}
+    for hidden, labels in ((hidden_of(model), LABELS), (hidden_of(model, flipped), LABELS.flip(0))):
+        for chunk in (slice(2), slice(2, 4)):
+            total = 0.3 * total + checkpoint(chunk_loss, hidden[chunk], labels[chunk], use_reentrant=False)
+    return total
 
 
-class TestShares:
-    @pytest.mark.parametrize(
-        ("loss_of", "expected"),
-        [
-            (lambda model: cross_entropy(model.lm_head(hidden_of(model))), (10, 24)),
-            (lambda model: some(model.lm_head(hidden_of(model)[FIRST_THREE])), (3, 12)),
-            (lambda model: some(model.lm_head(hidden_of(model)[:, 0])), (1, 4)),
-            (lambda model: some(model.lm_head(hidden_of(model)[:, :4].reshape(2, 2, 4, -1))), (5, 16)),
-            (lambda model: some(model.lm_head(input=hidden_of(model)[FIRST_THREE])), (3, 12)),
-            (lambda model: some(model.lm_head(hidden_of(model)[MASK == 1])), (9, 20)),
-            (lambda model: cross_entropy(model.lm_head(hidden_of(model) * 2)), (10, 24)),
-            (lambda model: cross_entropy(model.lm_head(hidden_of(model).to(torch.device("cpu")))), (10, 24)),
-            (lambda model: some(model(input_ids=ALIKE, logits_to_keep=2).logits), (2, 6)),
-        ],
-        ids=[
-            "whole",
-            "slice",
-            "column",
-            "4 axes",
-            "by name",
-            "masked",
-            "scaled",
-            "to its device",
-            "the last two",
-        ],
-    )
-    def test_views(self, tiny_qwen3, loss_of, expected):
-        """24 places, 9 unique rows and padding."""
-        assert rows_and_places(tiny_qwen3(), loss_of) == expected
+def of_its_own_rows(model: Any) -> Tensor:
+    """Without gradients the hidden states become an ordinary tensor while their first row does, which is the weight."""
+    with torch.no_grad():
+        hidden = hidden_of(model, WHOLE)
+        scores = nn.functional.linear(hidden, hidden[0])
+    return some(model.lm_head(hidden_of(model, WHOLE))) * scores.sum()
 
-    def test_in_a_checkpoint_by_chunks(self, tiny_qwen3):
-        """As a preference loss that runs the backbone on both answers first.
 
-        The hidden states are gone, and another call came, when the head runs again: CheckpointError once.
-        """
-
-        def chunk_loss(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
-            return cross_entropy(model.lm_head(hidden), labels)
-
-        def loss_of(model: Any) -> Tensor:
-            total = torch.zeros(())
-            flipped = {name: value.flip(0) for name, value in BATCH.items()}
-            for hidden, labels in ((hidden_of(model), LABELS), (hidden_of(model, flipped), LABELS.flip(0))):
-                for chunk in (slice(2), slice(2, 4)):
-                    rows = hidden[chunk], labels[chunk]
-                    total = 0.3 * total + checkpoint(chunk_loss, model, *rows, use_reentrant=False)
-            return total
-
-        rows, places = rows_and_places(tiny_qwen3(), loss_of)
-        assert rows < places / 1.5
+def of_a_vector(model: Any) -> Tensor:
+    return nn.functional.linear(hidden_of(model), model.lm_head.weight[0])[MASK == 1].sin().sum()
 
 
 def logprobs(logits: Tensor) -> Tensor:
     return (logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0] * MASK[:, 1:]).sin().sum()
 
 
-LOSSES: dict[str, Callable[[Any], Tensor]] = {
-    "labels": lambda model: model(**BATCH, labels=LABELS).loss,
-    "accumulation": lambda model: model(**BATCH, labels=LABELS, num_items_in_batch=torch.tensor(50)).loss,
-    "logits": lambda model: cross_entropy(model(**BATCH).logits / 0.7),
-    "each token": lambda model: cross_entropy(model(**BATCH).logits, reduction="none").sin().sum(),
-    "log-probabilities": lambda model: logprobs(model(**BATCH).logits / 0.7),
+ALL = 10, 24  # 9 unique rows and padding, for every place
+# A loss, the rows that the head computes, and for how many places.
+LOSSES: dict[str, tuple[Callable[[Any], Tensor], tuple[int, int]]] = {
+    "labels": (lambda model: model(**BATCH, labels=LABELS).loss, ALL),
+    "accumulation": (lambda model: model(**BATCH, labels=LABELS, num_items_in_batch=torch.tensor(50)).loss, ALL),
+    "logits": (lambda model: cross_entropy(model(**BATCH).logits / 0.7), ALL),
+    "each token": (lambda model: cross_entropy(model(**BATCH).logits, reduction="none").sin().sum(), ALL),
+    "log-probabilities": (lambda model: logprobs(model(**BATCH).logits / 0.7), ALL),
+    "slice": (lambda model: some(model.lm_head(hidden_of(model)[FIRST_THREE])), (3, 12)),
+    "column": (lambda model: some(model.lm_head(hidden_of(model)[:, 0])), (1, 4)),
+    "4 axes": (lambda model: some(model.lm_head(hidden_of(model)[:, :4].reshape(2, 2, 4, -1))), (5, 16)),
+    "by name": (lambda model: some(model.lm_head(input=hidden_of(model)[FIRST_THREE])), (3, 12)),
+    "masked": (lambda model: some(model.lm_head(hidden_of(model)[MASK == 1])), (9, 20)),
+    "scaled": (lambda model: cross_entropy(model.lm_head(hidden_of(model) * 2)), ALL),
+    "to its device": (lambda model: cross_entropy(model.lm_head(hidden_of(model).to(torch.device("cpu")))), ALL),
+    "the last two": (lambda model: some(model(input_ids=ALIKE, logits_to_keep=2).logits), (2, 6)),
+    "of a vector": (of_a_vector, (0, 0)),
+    "in checkpoints by chunks": (in_checkpoints_by_chunks, (56, 96)),  # each twice
 }
 
 
@@ -130,10 +112,11 @@ class WholeLogits(TorchDispatchMode):
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(tiny_qwen3, name):
     """Without logits of every place, [4, 6, 50], in either pass."""
-    model = tiny_qwen3()
-    assert assert_same_gradient(model, LOSSES[name]).num_head_rows == 10
+    model, (loss_of, expected) = tiny_qwen3(), LOSSES[name]
+    report = assert_same_gradient(model, loss_of)
+    assert (report.num_head_rows, report.num_head_places) == expected
     with float64_throughout(model), WholeLogits() as logits:
-        LOSSES[name](model).backward()
+        loss_of(model).backward()
     assert not logits.found
 
 
@@ -160,22 +143,8 @@ def test_a_view_of_a_view_passes_its_gradient_to_it(tiny_qwen3: Callable[..., An
         torch.testing.assert_close(ours, ordinary, rtol=1e-11, atol=1e-14)
 
 
-def of_its_own_rows(model: Any) -> Tensor:
-    """Without gradients the hidden states become an ordinary tensor while their first row does, which is the weight."""
-    with torch.no_grad():
-        hidden = hidden_of(model, WHOLE)
-        scores = nn.functional.linear(hidden, hidden[0])
-    return some(model.lm_head(hidden_of(model, WHOLE))) * scores.sum()
-
-
-def of_a_vector(model: Any) -> Tensor:
-    return nn.functional.linear(hidden_of(model), model.lm_head.weight[0])[MASK == 1].sin().sum()
-
-
-@pytest.mark.parametrize("loss_of", [of_a_vector, of_its_own_rows])
-def test_unusual_weights(tiny_qwen3, loss_of):
-    """A weight that is a vector, and one that is lazy itself."""
-    assert_same_gradient(tiny_qwen3(), loss_of)
+def test_a_weight_that_is_lazy_itself(tiny_qwen3):
+    assert_same_gradient(tiny_qwen3(), of_its_own_rows)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
