@@ -162,7 +162,10 @@ MUTATIONS: dict[str, dict[str, Mistake]] = {
     "Mistral": {
         "a window is one shorter": (PromptCache, "_mask", window_off_by(-1)),
         "a window is one longer": (PromptCache, "_mask", window_off_by(1)),
-        "a window of prompts is one shorter": (*OF_PROMPTS, with_option("window", lambda window: window and window - 1)),
+        "a window of prompts is one shorter": (
+            *OF_PROMPTS,
+            with_option("window", lambda window: window and window - 1),
+        ),
         "copied windows are too short": (Tails, "of", copy_too_short_windows),
     },
     "gpt-oss": {"sinks are forgotten": (*OF_ROWS, with_option("sinks", returning(None)))},
