@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from radixtrain import RadixCache, generate
 from radixtrain.generation.prompt_cache import SPARE, PromptCache
+from tests.claims.mistakes import plant
 from tests.support.batches import batch_of
 
 SHARED, OWN, NEW, PROMPTS = 300, 4, 8, 16
@@ -33,19 +34,18 @@ def held_by(cache: PromptCache) -> dict[int, int]:
     return storages(cache.own, [[each.keys, each.values] for layer in cache._shared for each in layer], prompts)
 
 
-def held(model: Any, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], **options: Any) -> dict[int, int]:
+def held(model: Any, prompts: list[list[int]]) -> dict[int, int]:
     """What is held when a call chooses its last token."""
     seen: list[dict[int, int]] = []
-    attend = PromptCache.attend
 
-    def watched(cache: PromptCache, *arguments: Any, **given: Any) -> Any:
-        attended = attend(cache, *arguments, **given)
+    def watched(real: Any, cache: PromptCache, *args: Any, **options: Any) -> Any:
+        attended = real(cache, *args, **options)
         seen.append(held_by(cache))
         return attended
 
-    monkeypatch.setattr(PromptCache, "attend", watched)
-    generate(model, **batch_of(prompts), **{**OPTIONS, **options})
-    monkeypatch.setattr(PromptCache, "attend", attend)
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, PromptCache, "attend", watched)
+        generate(model, **batch_of(prompts), **OPTIONS)
     return seen[-1]
 
 
@@ -55,7 +55,7 @@ def bytes_of_a_token(model: Any) -> int:
 
 
 def test_a_shared_prompt_is_stored_once(
-    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, print_after: Callable[[str, str], None]
+    tiny_qwen3: Callable[..., Any], print_after: Callable[[str, str], None]
 ) -> None:
     model = tiny_qwen3(**CONFIG).eval()
     expected = model.generate(**batch_of(prompts_of(PROMPTS)), **OPTIONS, return_dict_in_generate=True)
@@ -63,7 +63,7 @@ def test_a_shared_prompt_is_stored_once(
     theirs = sum(each.nbytes for layer in layers for each in (layer.keys, layer.values))
     a_token = bytes_of_a_token(model)
     assert theirs == PROMPTS * (SHARED + OWN + NEW - 1) * a_token
-    ours = sum(held(model, monkeypatch, prompts_of(PROMPTS)).values())
+    ours = sum(held(model, prompts_of(PROMPTS)).values())
     assert ours == (SHARED + PROMPTS * (OWN + SPARE)) * a_token, "columns of tails, and of answers"
     print_after(
         "generation: bytes of keys and values",
