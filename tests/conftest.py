@@ -87,15 +87,7 @@ def free_forks() -> Iterator[None]:
 @pytest.fixture
 def without_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is not tried before it is shared, so that the comparison itself has to see a mistake."""
-    from radixtrain.hf.attention_interface import take_over
-    from radixtrain.hf.guards.model import Verdict
-
-    def untried(model: Any, backbone: Any, *_: Any, **__: Any) -> Verdict:
-        take_over(backbone.config, frozenset(map(type, backbone.modules())))  # as before a trial
-        return Verdict(None, forks=True)
-
-    for module in ("hf.collated", "generation.prefill", "hf.hooks", "hf.padded.sharing"):
-        monkeypatch.setattr(f"radixtrain.{module}.verdict_of", untried)
+    monkeypatch.setattr("radixtrain.hf.guards.model._tried", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="session")
