@@ -19,10 +19,10 @@ from radixtrain import RadixCollator, restore_model
 from radixtrain.testing import labelled_features
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import layout_of
-from radixtrain.tree.runs import GROUP_COST, MIN_SAVED, RunLayout, runs_of_segments, tree_runs
+from radixtrain.tree.runs import GROUP_COST, MIN_SAVED, RunLayout, runs_of_segments
 from radixtrain.verification.oracle import Features, float64_truth, radix_batch
 from radixtrain.verification.report import Rung
-from tests.claims.equivalence.ways import set_checkpointing
+from tests.claims.equivalence.ways import set_checkpointing, with_runs
 from tests.support import cases, tries
 from tests.support.models import FAMILIES, NEEDS_FORKS
 from tests.support.steps import same_step
@@ -30,6 +30,7 @@ from tests.support.steps import same_step
 pytestmark = NEEDS_FORKS
 
 NUM_TRIES = max(10, tries(10, 1000))
+WHOLE = "Mamba, whole sequences"  # from whose states none can start
 # Mixer -> a class that has it.
 MIXERS = {
     "gated delta rule": "Qwen3_5ForCausalLM",
@@ -37,7 +38,7 @@ MIXERS = {
     "Mamba 2": "BambaForCausalLM",
     "short convolution": "Lfm2ForCausalLM",
     "Mamba 2 beside attention": "FalconH1ForCausalLM",
-    "Mamba, whole sequences": "JambaForCausalLM",
+    WHOLE: "JambaForCausalLM",
     "convolutions before attention": "ZayaForCausalLM",
 }
 ONE_OF_EACH = cases(MIXERS, ["gated delta rule", "Mamba 2", "short convolution"])
@@ -55,9 +56,7 @@ class Forks:
 
     def terms(self, model: Any, batch: Mapping[str, Any]) -> Iterator[Tensor]:
         """The loss of a batch whose recurrent layers have these runs."""
-        with pytest.MonkeyPatch.context() as patch:
-            made = lambda layout, forks: self.table(layout) if forks else tree_runs(layout, forks)  # noqa: E731
-            patch.setattr("radixtrain.hf.attention_interface.tree_runs", made)
+        with with_runs(self.table):
             yield from radix_batch(model, batch)
 
     def table(self, layout: TreeLayout) -> RunLayout:
@@ -92,6 +91,14 @@ CASES = {
 
 def tiny(mixer: str) -> Any:
     return next(each for each in FAMILIES if each.model_class == MIXERS[mixer]).build()
+
+
+@pytest.fixture(autouse=True)
+def forked(mixer: str, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No layer may fall back to whole sequences, which are exact too and so would hide what is tried."""
+    yield
+    said = [each.message for each in caplog.get_records("call")]
+    assert any("from its first token on" in each for each in said) == (mixer == WHOLE)
 
 
 @pytest.mark.parametrize("mixer", ONE_OF_EACH)
