@@ -17,7 +17,6 @@ from radixtrain.training.module import RadixModule
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.runs import RunLayout
 from radixtrain.verification.oracle import radix_batch
-from tests.claims.mistakes import plant
 from tests.support.models import tiny_qwen3
 
 MODELS = {
@@ -100,12 +99,10 @@ def set_checkpointing(model: Any, share: float) -> None:
 @contextmanager
 def with_runs(table: Callable[[TreeLayout], RunLayout]) -> Iterator[None]:
     """Inside, recurrent layers that fork have the runs of this table of a batch."""
-
-    def chosen(real: Any, layout: TreeLayout, forks: bool) -> RunLayout:
-        return table(layout) if forks else real(layout, forks)  # type: ignore[no-any-return]
-
     with pytest.MonkeyPatch.context() as patch:
-        plant(patch, attention_interface, "tree_runs", chosen)
+        real = attention_interface.tree_runs
+        made = lambda layout, forks: table(layout) if forks else real(layout, forks)  # noqa: E731
+        patch.setattr(attention_interface, "tree_runs", made)
         yield
 
 

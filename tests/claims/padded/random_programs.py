@@ -261,13 +261,13 @@ def losses(run: Run) -> Steps:
 
 
 KINDS: dict[str, tuple[Callable[[Run], Steps], int]] = {
-    "view": (views, 6),
-    "copy": (copies, 3),
+    "view": (views, 4),
+    "copy": (copies, 4),
     "function": (functions, 4),
-    "in place": (changes_in_place, 3),
-    "reader": (readers, 3),
-    "gradient": (gradients, 1),
-    "loss": (losses, 4),
+    "in place": (changes_in_place, 5),
+    "reader": (readers, 2),
+    "gradient": (gradients, 3),
+    "loss": (losses, 6),
 }
 NAMES = {kind: [*steps(Run(None, {}))] for kind, (steps, _) in KINDS.items()}
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

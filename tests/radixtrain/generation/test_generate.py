@@ -29,12 +29,6 @@ def k_proj(model: Any) -> nn.Linear:
     return linear
 
 
-def load(model: Any) -> None:
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    state["model.norm.weight"][3] += 1e-6
-    model.load_state_dict(state)
-
-
 def one_bit(model: Any) -> None:
     k_proj(model).weight.data.view(torch.int32)[3, 5] ^= 1
 
@@ -53,17 +47,11 @@ def scaled(model: Any) -> None:
             module.set_scale("default", 0.5)
 
 
-def one_lora_matrix(model: Any) -> None:
-    next(p for name, p in model.named_parameters() if "lora_B.default" in name).data.mul_(1.01)
-
-
 CHANGES: dict[str, Change] = {
     "a hook": lambda model: k_proj(model).register_forward_hook(lambda *_: None),
     "one bit of one weight": one_bit,
     "two rows swapped": swap_rows,
     "all signs": lambda model: k_proj(model).weight.data.neg_(),
-    "load_state_dict": load,
-    "tied weights, by the other name": lambda model: model.lm_head.weight.data.mul_(1.001),
     "a buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
     "a setting of a module": lambda model: setattr(model.model.norm, "variance_epsilon", 1e-3),
     "a setting of the configuration": lambda model: setattr(model.config, "sliding_window", 4),
@@ -74,7 +62,6 @@ OF_ADAPTERS: dict[str, Change] = {
     "set_adapter": lambda model: model.set_adapter("second"),
     "scaling": scaled,
     "merge": lambda model: model.merge_adapter(),
-    "a LoRA matrix": one_lora_matrix,
     "disabled": lambda model: model.base_model.disable_adapter_layers(),
     "deleted": lambda model: model.delete_adapter("second"),
 }
