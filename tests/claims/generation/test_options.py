@@ -100,22 +100,23 @@ def test_padding_is_inferred_as_by_model_generate(model: Any) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "images": ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values: prompts are token ids of text"),
     "a cache of transformers": ({"past_key_values": DynamicCache()}, "past_key_values: prompts are computed into"),
-    "another cache": ({"cache_implementation": "static"}, "cache_implementation='static' is not supported"),
-    "attentions": ({"output_attentions": True}, "output_attentions=True is not supported"),
     "hidden states": (
         {"generation_config": GenerationConfig(output_hidden_states=True)},
         "output_hidden_states=True is not supported",
     ),
-    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported, because proposed"),
-    "an assistant": (
-        {"assistant_model": torch.nn.Linear(1, 1)},
-        "assistant_model=Linear is not supported, because proposed tokens",
-    ),
-    "another loop": ({"custom_generate": "transformers-community/dola"}, "custom_generate='.*' is not supported"),
-    "contrastive search": (
-        {"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True},
-        "trust_remote_code=True is not supported, because contrastive search and other loops",
-    ),
+    **{
+        name: ({name: value}, f"{name}=.* is not supported, because")
+        for name, value in {
+            "cache_implementation": "static",
+            "output_attentions": True,
+            "custom_generate": "transformers-community/dola",
+            "trust_remote_code": True,
+            "use_mtp": True,
+            "assistant_model": torch.nn.Linear(1, 1),
+            "assistant_early_exit": 1,
+            "prompt_lookup_num_tokens": 3,
+        }.items()
+    },
     "no RadixCache": ({"cache": DynamicCache()}, "cache: expected a RadixCache, or None .*, got DynamicCache"),
     "padding on the right": (
         {"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])},
