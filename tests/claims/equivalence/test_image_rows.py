@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 
 from radixtrain.hf import pictures
 from radixtrain.hf.padded import causes
@@ -19,7 +20,7 @@ from radixtrain.hf.padded.causes import Causes
 from radixtrain.tree import layout
 from tests.claims.mistakes import SEEN, plant
 from tests.support import cases
-from tests.support.batches import IMAGE, KINDS, ROWS, Kind, Row, image_batch_of
+from tests.support.batches import IMAGE, KINDS, ROWS, Kind, Row, image_batch_of, letters_of
 from tests.support.trainers import check_padded
 
 EITHER = pytest.mark.parametrize("left", [False, True], ids=["padded on the right", "padded on the left"])
@@ -27,17 +28,12 @@ EITHER = pytest.mark.parametrize("left", [False, True], ids=["padded on the righ
 
 def number_of_causes(kind: Kind, rows: Sequence[Row]) -> int:
     """Count the distinct prefixes of rows. A run of images that attend in both directions counts as a whole."""
+    (inputs, kept), (_, counts) = image_batch_of(kind, rows), kind.inputs_of([letters_of([row]) for row in rows])
     found = set()
-    for row in rows:
-        spelled: list[Any] = []
+    for row, ids in zip(rows, map(Tensor.masked_select, inputs["input_ids"], kept), strict=True):
+        features = ((letter, n) for letter in letters_of([row]) for n in range(counts[letter]))
+        spelled = [next(features) if token == IMAGE else token for token in ids.tolist()]
         ends: list[int] = []
-        for part in row:
-            if isinstance(part, str):
-                inputs, _ = image_batch_of(kind, [[part]])
-                num_features = int((inputs["input_ids"] == IMAGE).sum())
-                spelled += ["start"] * ("image_grid_thw" in inputs) + [(part, n) for n in range(num_features)]
-            else:
-                spelled.append(part)
         for n, token in reversed([*enumerate(spelled)]):
             in_block = kind.types is not None and isinstance(token, tuple)
             goes_on = in_block and n + 1 < len(spelled) and isinstance(spelled[n + 1], tuple)
