@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
@@ -104,10 +103,6 @@ def test_images_in_both_directions_by_other_strategies_and_without_types(name: s
 # Mistakes. Each changes what the real function returns.
 
 
-def without_pixels(real: Any, parts: Any) -> Any:
-    return real([{name: torch.zeros_like(part) for name, part in image.items()} for image in parts])
-
-
 def of_axes(change: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:
     def mistake(real: Any, *args: Any) -> Any:
         return {f"axis {n}": each for n, each in enumerate(change([*real(*args).values()]))}
@@ -121,7 +116,6 @@ def other_layers(real: Any, self: Causes, plan: Any) -> Any:
 
 
 OF_IMAGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "images without pixels": (pictures, "_distinct", without_pixels),
     "no gradient": (pictures, "_every", lambda real, x, *args: real([each.detach() for each in x], *args)),
     "every picture is computed": (pictures, "_of_every", lambda real, *args: None),
     "deep features elsewhere": (Causes, "row_at_placeholder", lambda real, self: np.roll(real(self), 1)),
@@ -129,7 +123,6 @@ OF_IMAGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "the next row of the features": (Causes, "_features", lambda real, *args: np.roll(real(*args), 1)),
     "positions along each row": (causes, "_positions", lambda real, *args: {}),
     "one axis": (causes, "_positions", of_axes(lambda axes: axes[:1] * 3)),
-    "positions of the next token": (causes, "_positions", of_axes(lambda axes: [each.roll(1, -1) for each in axes])),
 }
 OF_BLOCKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "blocks in parts": (causes, "_whole_blocks", lambda real, codes, blocks: np.minimum(blocks, 0)),

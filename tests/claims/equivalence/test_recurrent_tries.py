@@ -71,7 +71,6 @@ CHOICES = {
     "a fork at every branch": EVERY_BRANCH,
     "a fork at every branch, leaves in one group": Forks(2, group_cost=1000.0),
     "forks that save six rows": Forks(6, group_cost=10.0),  # rows of other branches are computed again
-    "forks that save ten rows": Forks(10),
     "no fork": Forks(None),
     "the defaults": Forks(MIN_SAVED, GROUP_COST),
 }

@@ -35,7 +35,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "the length of a row": {**GREEDY, "max_new_tokens": None, "max_length": 16},
     "no length but the model's": {**GREEDY, "max_new_tokens": None},
     "several samples": {"do_sample": True, "num_return_sequences": 3, "top_k": 20, "temperature": 1.3},
-    "beams": {"num_beams": 3, "do_sample": False},
     "several beams": {"num_beams": 4, "num_return_sequences": 2, "eos_token_id": ENDS, "do_sample": False},
     "beams that are drawn": {"num_beams": 3, "do_sample": True},
     "processors": {**GREEDY, "repetition_penalty": 1.3, "logits_processor": [lambda ids, scores: raised(scores)]},

@@ -27,12 +27,6 @@ MODELS = ["Qwen3", "Gemma 2", "gpt-oss", "DeepSeek-V3"]  # plain; windows and a 
 
 PROMPTS = st.one_of(ragged_batches(max_sequences=7), ragged_batches(vocab_size=2, max_sequences=6))
 PIECES = st.tuples(st.sampled_from([1, 4, 16, 512]), st.sampled_from([8, 100]))
-OPTIONS = st.fixed_dictionaries(
-    {
-        "max_new_tokens": st.integers(1, 6),
-        "num_return_sequences": st.sampled_from([1, 3]),  # one is greedy
-    }
-)
 
 
 @pytest.mark.parametrize("name", cases(MODELS, ["gpt-oss"]))
@@ -44,14 +38,14 @@ def test_generated_tries(name: str, print_after: Callable[[str, str], None]) -> 
     @given(
         prompts=PROMPTS,
         pieces=PIECES,
-        options=OPTIONS,
+        number=st.sampled_from([1, 3]),  # one is greedy
+        max_new_tokens=st.integers(1, 6),
         more=st.lists(st.integers(0, 5), min_size=1, max_size=3),
         budget=st.sampled_from(["none", None, 1, 4, 16]),
     )
-    def one_try(prompts: Any, pieces: Any, options: dict[str, Any], more: list[int], budget: Any) -> None:
+    def one_try(prompts: Any, pieces: Any, number: int, more: list[int], budget: Any, **how: Any) -> None:
         cache = None if budget == "none" else RadixCache(budget)
-        number = options["num_return_sequences"]
-        how = {**options, "do_sample": number > 1, "eos_token_id": None}
+        how |= {"num_return_sequences": number, "do_sample": number > 1, "eos_token_id": None}
         for _ in range(1 if cache is None else 2):
             with with_pieces_of(*pieces):
                 found = generated(model, prompts, cache=cache, **how)
