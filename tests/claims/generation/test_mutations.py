@@ -123,9 +123,9 @@ def move_new_tokens(real: Any, *args: Any) -> Any:
     return call
 
 
-def of_the_row_after(real: Any, paths: Iterable[Sequence[Node]]) -> Any:
+def of_the_row_after(real: Any, paths: Iterable[Sequence[Node]], *args: Any) -> Any:
     first, *others = paths
-    return real([*others, first])
+    return real([*others, first], *args)
 
 
 def window_off_by(by: int) -> Callable[..., Any]:

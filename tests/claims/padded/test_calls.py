@@ -172,7 +172,10 @@ LEARN_NOTHING: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", LEARN_NOTHING)
 @pytest.mark.filterwarnings("ignore:.*merge")
 def test_a_model_that_learns_nothing(name: str, kind: str) -> None:
-    """Training it is torch's own error, as without sharing."""
+    """Training it is torch's own error, as without sharing.
+
+    With gradients a loss that reads padding could not be noticed, without them there is no loss to notice.
+    """
     ids = torch.tensor([[7, 8, 9, 1], [7, 8, 9, 0 if kind == "padded" else 3]])
     features = [{"input_ids": row[row != 0].tolist()} for row in ids]
     inputs: Any = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
@@ -188,21 +191,10 @@ def test_a_model_that_learns_nothing(name: str, kind: str) -> None:
             losses[-1].backward()
     torch.testing.assert_close(losses[1], losses[0])
     assert list(sharing_report(model).not_shared) == ([LEARNS_NOTHING] if kind == "padded" else [])
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_probe_on_a_frozen_model(training: bool) -> None:
-    """A loss that reads padding could not be noticed without a gradient that nobody asked for."""
-    ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 0, 0, 0]])
-    padded = {"input_ids": ids, "attention_mask": (ids != 0).long(), "use_cache": False}
-    ordinary, shared = (tiny_qwen3().train(training).requires_grad_(False) for _ in range(2))
-    share_prefixes(shared)
-    expected, found = (model.model(**padded).last_hidden_state for model in (ordinary, shared))
-    assert torch.equal(expected, found) and not sharing_report(shared).num_shared
-    assert shared.model(input_ids=ids[:, :2], use_cache=False).last_hidden_state.numpy().size
-    with torch.no_grad():
-        shared.model(**padded)
-    assert sharing_report(shared).num_shared == 2
+    if kind == "padded":
+        with torch.no_grad():
+            model(**inputs, use_cache=False)
+        assert sharing_report(model).num_shared == 1
 
 
 def test_the_cache_that_training_does_not_make() -> None:
