@@ -137,6 +137,7 @@ def test_refused_by_name(tiny_qwen3: Callable[..., Any], name: str) -> None:
 
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "another head": (lambda: tiny_model("Qwen3ForSequenceClassification"), "is not a causal language model"),
+    "both ways": (lambda: tiny_model("BertLMHeadModel"), "BertSelfAttention of layer 0 is not causal"),
     "chunks": (lambda: tiny_model("Llama4ForCausalLM", attention_chunk_size=8), "within chunks of 8 tokens"),
     "dynamic rotary embeddings": (
         lambda: tiny_model(

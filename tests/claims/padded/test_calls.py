@@ -56,6 +56,13 @@ def test_the_gradient(batch: PaddedBatch, logits_of: Callable[..., Tensor]) -> N
     assert sharing_report(model).num_shared >= 1 and not sharing_report(model).not_shared, sharing_report(model)
 
 
+def test_a_cast_that_is_none_and_a_view_that_is_an_error(batch: PaddedBatch) -> None:
+    logits = share_prefixes(tiny_qwen3(), min_ratio=0.0)(**batch.inputs, use_cache=False).logits
+    assert logits.to(logits.dtype) is logits
+    with pytest.raises(RuntimeError, match="is invalid for input of size"):
+        logits.view(3, 7)
+
+
 VALUES = [(torch.no_grad, False, True), (torch.inference_mode, True, True)]  # of a reference model, of an evaluation
 VALUES += [(torch.enable_grad, False, layers) for layers in (True, [0, -1], [1], -1, [])]
 
