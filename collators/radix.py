@@ -2,13 +2,23 @@
 
 It is a `data_collator` for a Hugging Face `Trainer`, TRL's `SFTTrainer`, Lightning or a plain `DataLoader`, and runs
 in their workers.
+
+A unique row may have several next tokens, one per child: the last token of a shared prompt predicts the first token of
+every completion. So the loss is a list of predictions and not a shifted copy of the input. T packed tokens, P
+predictions.
+
+    sequence 0    7  8  9         labels  -100  -100   9        row of 8 is 1
+    sequence 1    7  8  5         labels  -100  -100   5        the same row
+    predictions   (row 1 -> 9), (row 1 -> 5)
+
+A label that several sequences share counts once for each of them, as an ordinary trainer sums over rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +26,7 @@ from torch import Tensor
 
 from radixtrain.collators.features import check_no_weights, packed, token_rows
 from radixtrain.collators.misuse_guard import check_not_dispatched, start_watch
-from radixtrain.collators.targets import Predictions, list_predictions, merge_predictions
-from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
+from radixtrain.collators.token_row import IGNORE_INDEX, FloatArray, TokenRow
 from radixtrain.errors import UserError
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
@@ -127,14 +136,14 @@ class RadixCollator:
             min_shared_tokens=self.min_shared_tokens,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
-        predictions = list_predictions(plan, labels, weights)
+        predictions = list_predictions(labels, weights, cu_seqlens, plan.inverse_indices)
         layout = TreeLayout.from_plan(plan)
         if self.merge_labels:
             shape = 1, plan.num_rows
-            targets, of_predictions = _merged(predictions, have_weights=weights is not None)
+            targets, of_predictions = targets_in_one_row(predictions, is_merged=weights is None)
         else:
             shape = layout.batch_shape
-            targets, of_predictions = _plain(predictions, plan.cu_seqlens, shape[1])
+            targets, of_predictions = _targets_by_sequence(predictions, cu_seqlens, shape[1])
         of_layout = {"host": layout.host, "plan": layout.rows, "cu_seqlens": layout.cu_seqlens}
         token_loss = self.token_loss or self.merge_labels
         return {
@@ -145,10 +154,55 @@ class RadixCollator:
         }
 
 
+class Predictions(NamedTuple):
+    """The prediction list.
+
+    predictor_indices: (P,), int64. the unique row that predicts, ascending.
+    labels: (P,), int64. the token to predict.
+    label_indices: (P,), int64. the packed token that bears the label; of a merged entry, the first one.
+    weights: (P,). how many original labelled tokens the entry stands for, int64; or its loss weight, float32.
+    """
+
+    predictor_indices: IntArray
+    labels: IntArray
+    label_indices: IntArray
+    weights: IntArray | FloatArray
+
+
+def list_predictions(
+    labels: IntArray, weights: FloatArray | None, cu_seqlens: IntArray, row_of_token: IntArray
+) -> Predictions:
+    """List one entry per original labelled token.
+
+    labels: (T,), int64, packed and unshifted as in Hugging Face: `labels[t]` is predicted from token t - 1 of the same
+        sequence; `IGNORE_INDEX` bears no loss, and neither does the first token of a sequence.
+    weights: (T,), of the same tokens; None if each counts 1.
+    cu_seqlens: (B+1,), of sequences that are not empty. row_of_token: (T,), the row that each token is.
+    """
+    predicted = labels != IGNORE_INDEX
+    predicted[cu_seqlens[:-1]] = False
+    tokens = np.flatnonzero(predicted)
+    predictors = row_of_token[tokens - 1]
+    order = np.argsort(predictors, kind="stable")
+    tokens = tokens[order]
+    counted = np.ones(len(tokens), dtype=np.int64) if weights is None else weights[tokens]
+    return Predictions(predictors[order], labels[tokens], tokens, counted)
+
+
+def _merged(predictions: Predictions) -> Predictions:
+    """Merge identical (row, label) pairs into one entry that stands for all of them."""
+    order = np.lexsort((predictions.labels, predictions.predictor_indices))
+    rows, labels, tokens = (array[order] for array in predictions[:3])
+    is_first = np.ones(len(rows), dtype=bool)
+    is_first[1:] = (rows[1:] != rows[:-1]) | (labels[1:] != labels[:-1])
+    first = np.flatnonzero(is_first)
+    return Predictions(rows[first], labels[first], tokens[first], np.add.reduceat(predictions.weights[order], first))
+
+
 Targets = tuple[dict[str, Tensor], dict[str, Any]]  # entries of a batch; and fields of its `RadixInputs` about them
 
 
-def _plain(predictions: Predictions, cu_seqlens: IntArray, other_width: int) -> Targets:
+def _targets_by_sequence(predictions: Predictions, cu_seqlens: IntArray, other_width: int) -> Targets:
     """Make one prediction per original labelled token, for any head and loss of the model, in a row for each sequence.
 
     So a mean for each row is that of an ordinary batch. Each row ends with an ignored prediction, so that a loss that
@@ -180,22 +234,22 @@ def _plain(predictions: Predictions, cu_seqlens: IntArray, other_width: int) -> 
     return _tensors(labels), {**_tensors(fields), "place_rows": placed(rows, -1).reshape(shift_labels.shape)}
 
 
-def _merged(predictions: Predictions, have_weights: bool) -> Targets:
-    """Merge equal predictors, and equal predictions if none has a weight of its own, for `radixtrain.loss`.
+def targets_in_one_row(predictions: Predictions, is_merged: bool) -> Targets:
+    """Merge equal predictors, for `radixtrain.loss`.
 
-    Merging those too would round the sum of two weights, which the loss adds in its own dtype. It would also save
-    little, since the head runs once for each predictor anyway: 64 copies of each prediction took the loss 2 % more time
-    (1,024 rows, V = 32,000, D = 512).
+    is_merged: merge equal predictions too. Not if one has a weight of its own: that would round the sum of two weights,
+        which the loss adds in its own dtype. It would also save little, since the head runs once for each predictor
+        anyway: 64 copies of each prediction took the loss 2 % more time (1,024 rows, V = 32,000, D = 512).
     """
-    merged = predictions if have_weights else merge_predictions(predictions)
-    is_first = np.diff(merged.predictor_indices, prepend=-1) > 0
+    listed = _merged(predictions) if is_merged else predictions
+    is_first = np.diff(listed.predictor_indices, prepend=-1) > 0
     fields = {
-        "predictor_indices": merged.predictor_indices[is_first],
+        "predictor_indices": listed.predictor_indices[is_first],
         "prediction_rows": is_first.cumsum() - 1,
-        "loss_weights": merged.weights,  # counts stay integers, so that no trainer's precision rounds them
-        **({"label_indices": merged.label_indices} if have_weights else {}),
+        "loss_weights": listed.weights,  # counts stay integers, so that no trainer's precision rounds them
+        **({} if is_merged else {"label_indices": listed.label_indices}),
     }
-    return _tensors({"shift_labels": merged.labels[None]}), _tensors(fields)
+    return _tensors({"shift_labels": listed.labels[None]}), _tensors(fields)
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:

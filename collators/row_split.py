@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from radixtrain.tree.radix_inputs import radix_of, with_radix
+from radixtrain.collators.token_row import IGNORE_INDEX
+from radixtrain.tree.radix_inputs import layout_of, radix_of, with_radix
 
 OF_ROWS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}  # entries by rows, and the dimension of the rows
 OF_PREDICTIONS = ("loss_weights", "label_indices")  # a number for each prediction
@@ -42,15 +43,6 @@ class RowShare(NamedTuple):
         """Return the entries of a batch that have a place for each row, for the rows of the rank."""
         return {name: self.of(batch[name], dim) for name, dim in OF_ROWS.items() if batch.get(name) is not None}
 
-    def predictors(self, predictor_indices: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Return the place of each predictor among the rows of the rank, int64, and whether it is one of them, bool.
-
-        predictor_indices: of `num_rows` rows.
-        """
-        count = self.count(num_rows)
-        rows = predictor_indices - self.rank * count
-        return rows, (rows >= 0) & (rows < count)
-
 
 def filled(rows: Tensor, first: Tensor, dim: int, count: int) -> Tensor:
     """Return `count` rows along `dim`: these, then copies of `first`, which has one."""
@@ -59,24 +51,29 @@ def filled(rows: Tensor, first: Tensor, dim: int, count: int) -> Tensor:
 
 
 def split_batch(batch: Mapping[str, Any], share: RowShare) -> dict[str, Any]:
-    """Return the part of one rank. batch: of a `RadixCollator` with `merge_labels`.
+    """Return the part of one rank: its rows, and the labelled predictions that they make.
 
-    The layout stays that of all rows. A rank without predictions gets one of weight 0, so that it runs the same passes.
+    batch: of a `RadixCollator`, with its rows in one row.
+
+    The layout stays that of all rows. An ignored prediction of weight 0 is added, so that a rank without any runs the
+    same passes; and another one if there were as many as rows, since layers may receive the labels, and would take them
+    for rows.
     """
-    num_rows, radix = batch["input_ids"].shape[1], radix_of(batch)
-    rows, has_predictor = share.predictors(radix.predictor_indices, num_rows)
-    is_own = has_predictor[radix.prediction_rows]
-    missing = int(not has_predictor.any())
+    radix, labels, num_rows = radix_of(batch), batch["shift_labels"].flatten(), layout_of(batch).num_rows
+    count = share.count(num_rows)
+    rows = radix.predictor_indices[radix.prediction_rows] - share.rank * count
+    own = ((rows >= 0) & (rows < count) & (labels != IGNORE_INDEX)).nonzero()[:, 0]
+    num_ignored = 2 if len(own) + 1 == count else 1
 
-    def own(values: Tensor) -> Tensor:
-        """Return a number for each prediction of the rank."""
-        return pad(values[is_own], (0, missing))
+    def of_own(values: Tensor, ignored: int = 0) -> Tensor:
+        return pad(values[own], (0, num_ignored), value=ignored)
 
-    given = {name: getattr(radix, name) for name in OF_PREDICTIONS}
-    return with_radix(
-        {**batch, **share.inputs(batch), "shift_labels": own(batch["shift_labels"][0])[None]},
-        predictor_indices=pad(rows[has_predictor], (0, missing)),
-        prediction_rows=own((has_predictor.cumsum(0) - 1)[radix.prediction_rows]),
-        split=num_rows,
-        **{name: own(values) for name, values in given.items() if values is not None},
-    )
+    own_labels = of_own(labels, IGNORE_INDEX)[None]
+    predictors, prediction_rows = of_own(rows).unique(return_inverse=True)
+    fields: dict[str, Any] = {"predictor_indices": predictors, "prediction_rows": prediction_rows}
+    fields |= {name: of_own(getattr(radix, name)) for name in OF_PREDICTIONS if getattr(radix, name) is not None}
+    targets = {"shift_labels": own_labels}
+    if radix.place_rows is not None:  # for a model that computes its own loss
+        targets["labels"] = own_labels.roll(1)
+        fields["place_rows"] = prediction_rows[None].masked_fill(own_labels == IGNORE_INDEX, -1).cpu().numpy()
+    return with_radix({**batch, **share.inputs(batch), **targets}, **fields, split=num_rows)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from radixtrain.collators.batching import Shares, share_by_padded_tokens, share_by_unique_tokens
 from radixtrain.collators.features import check_no_weights, packed, token_rows
-from radixtrain.collators.radix import RadixCollator
+from radixtrain.collators.radix import RadixCollator, list_predictions, targets_in_one_row
 from radixtrain.collators.row_split import RowShare, split_batch
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.tree.arrays import lengths_of
@@ -193,7 +193,7 @@ class PaddedCollator:
 
     def collate(self, arrays: Sequence[TokenRow]) -> dict[str, Any]:
         """Collate features that have been read."""
-        ids, labels, cu_seqlens, given_positions, given_weights = packed(arrays)
+        ids, labels, cu_seqlens, given_positions, weights = packed(arrays)
         lengths = lengths_of(cu_seqlens)
         is_token = np.arange(lengths.max()) < lengths[:, None]
         input_ids = np.full(is_token.shape, self.pad_token_id, dtype=np.int64)
@@ -201,21 +201,14 @@ class PaddedCollator:
         positions = np.tile(np.arange(is_token.shape[1]), (len(arrays), 1))
         if given_positions is not None:
             positions[is_token] = given_positions
-        labels[cu_seqlens[:-1]] = IGNORE_INDEX  # the first token is never predicted
-        tokens = np.flatnonzero(labels != IGNORE_INDEX)
-        weights = np.ones(len(ids), dtype=np.float32) if given_weights is None else given_weights
+        predictions = list_predictions(labels, weights, cu_seqlens, np.flatnonzero(is_token))
+        targets, of_predictions = targets_in_one_row(predictions, is_merged=False)
         return {
             "input_ids": torch.from_numpy(input_ids),
             "attention_mask": torch.from_numpy(is_token.astype(np.int64)),
             "position_ids": torch.from_numpy(positions),
-            "shift_labels": torch.from_numpy(labels[tokens])[None],
-            RADIX: RadixInputs.of(
-                cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
-                predictor_indices=torch.from_numpy(np.flatnonzero(is_token)[tokens] - 1),
-                prediction_rows=torch.arange(len(tokens), device="cpu"),
-                loss_weights=torch.from_numpy(weights[tokens]),
-                label_indices=torch.from_numpy(tokens),
-            ),
+            **targets,
+            RADIX: RadixInputs.of(cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)), **of_predictions),
         }
 
 

@@ -43,12 +43,12 @@ from radixtrain.kernels.stored import Shared, attention_to_own
 from radixtrain.kernels.tree_flex import flex_refusal, flex_tree_attention, tree_block_mask
 from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_kernel, varlen_refusal
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel, added_to_scores
-from radixtrain.tree.blocks import WITH_BLOCKS
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 
 EVERYWHERE = ("cascade", "path", "expand", "reference")  # in any floating dtype, on any device
 STRATEGIES = (*EVERYWHERE, "tree")
+WITH_BLOCKS = ("cascade", "path", "reference")  # in which blocks of rows attend in both directions
 # Forward and backward of 40,320 tokens on an H100, head dim 128: version 3 in 74.3 ms, 4 in 74.1, 2 in 142.3
 # (ecmwf/anemoi-core#959). Version 3 before 4: it is there at once, 4 compiles in the first step.
 PREFERRED_ON_CUDA = ("flash_attn_3", "flash_attn_4", "flash_attn", "torch", "efficient", "eager")

@@ -21,8 +21,8 @@ from radixtrain.tree import runs
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
+    from radixtrain.verification.equivalence import EquivalenceReport
     from radixtrain.verification.oracle import Features
-    from radixtrain.verification.report import EquivalenceReport
 
 # A sequence that gives every parameter of a small model a gradient: if every query sees one key, q and k have none.
 ALIVE = [1, 0, 1, 1, 0, 0, 1, 0]

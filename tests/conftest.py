@@ -6,7 +6,6 @@ Generated cases are the same in every run, so that red is a change's doing; RADI
 import gc
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import pytest
 import tiny
 import torch
 from hypothesis import settings
+from tqdm import tqdm
 
 from tests.claims.equivalence.families_page import write_families_table
 from tests.support import models
@@ -30,15 +30,18 @@ ROOT = Path(__file__).resolve().parents[1]
 SYSTEM = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two, paper on shelf three."
 THINGS = {"apple": "one", "pear": "one", "plum": "one", "hammer": "two", "saw": "two", "file": "two", "card": "three"}
 
-# Tests of test_*mutations.py in which nothing is mutated.
-UNTOUCHED = re.compile("without_a_mutation|that_are_mutated|that_can_go_wrong")
-
+# A fork collects nothing that tests left: a store or a group waits for its threads, which it has not, and aborts.
+os.register_at_fork(after_in_child=gc.freeze)
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("default" if os.environ.get("RADIXTRAIN_FUZZ") else "fixed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tokenised rows of only this run, shared by its workers and the commands that it starts."""
+    """Tokenised rows of only this run, shared by its workers and the commands that it starts.
+
+    And no thread of tqdm, which may hold its lock while ranks are forked: they would wait for it without end.
+    """
+    tqdm.monitor_interval = 0
     if "RADIXTRAIN_CACHE" not in os.environ:
         folder = os.environ["RADIXTRAIN_CACHE"] = tempfile.mkdtemp(prefix="radixtrain-cache-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -274,17 +277,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section(section)
         for _, line in group:
             terminalreporter.write_line(line)
-    mutations = [
-        (report.nodeid.partition("::")[0], kind)
-        for kind, reports in terminalreporter.stats.items()
-        for report in reports
-        if kind in ("passed", "failed") and "mutations.py::" in report.nodeid and not UNTOUCHED.search(report.nodeid)
-    ]
-    if mutations:
-        terminalreporter.section("deliberate mistakes, and how many a test of this run sees")
-        for path in sorted({path for path, _ in mutations}):
-            kinds = [kind for name, kind in mutations if name == path]
-            terminalreporter.write_line(f"{path}: {kinds.count('passed')} of {len(kinds)}")
     families = [value for name, value in recorded if name == "family"]
     if os.environ.get("RADIXTRAIN_WRITE_TABLE"):
         for group in sorted({each for _, each, *_ in families}):

@@ -125,19 +125,7 @@ def test_every_row_of_the_page_is_tried() -> None:
 
 
 def test_file_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    rows = [{"text": "a"}, {"text": "b"}]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
-    for suffix in (".csv", ".tsv"):
-        (tmp_path / f"rows{suffix}").write_text("text\na\nb\n", encoding="utf-8")
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
-    (tmp_path / "rows.ndjson").write_bytes((tmp_path / "rows.jsonl").read_bytes())
-    (tmp_path / "rows.arrow").write_bytes(next((tmp_path / "rows").glob("*.arrow")).read_bytes())
-    for suffix in (*TEXTS, *OF_TABLES, ""):
-        assert [row.fields for row in read_rows(tmp_path / f"rows{suffix}")] == rows
+    """`tests/radixtrain/data/files` reads each."""
     table = read(FORMATS).partition("### Files")[2].partition("\n\nFiles are")[0]
     assert all(f"`{suffix}`" in table for suffix in (*TEXTS, *OF_TABLES))
     monkeypatch.chdir(tmp_path)

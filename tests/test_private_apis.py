@@ -111,12 +111,10 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.Tensor._backward_hooks": "says whether someone waits for the gradient of embeddings",
         "torch._C._will_engine_execute_node": "says whether torch.autograd.grad asks for the gradient of embeddings",
     },
-    "radixtrain/hf/padded/fused_heads.py": {
-        "trl.trainer.utils._ChunkedLogProbFunction": "scores hidden states without calling the head",
-    },
     "radixtrain/hf/padded/row_functions.py": {
         "torch.utils._pytree": "finds the tensors among the arguments of a function",
         "torch.Tensor._is_view": "says of a tensor without memory whether a function made a view or a copy",
+        "trl.trainer.utils._ChunkedLogProbFunction": "scores hidden states without calling the head",
     },
     "radixtrain/hf/pictures.py": {
         "torch.nn.Module._backward_hooks": "tells whether someone reads a gradient before the text decoder",
@@ -126,7 +124,6 @@ TABLE: dict[str, dict[str, str]] = {
         "transformers.PreTrainedModel._gradient_checkpointing_func": (
             "computes a layer again, without the layer's hooks, and may be a user's"
         ),
-        "torch.nn.Module._modules": "walks thousands of modules at every call, in less time than `modules()`",
     },
     "radixtrain/hf/padded/spread_rows.py": {
         "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "the ordinary tensor is made for all",
@@ -149,6 +146,7 @@ TABLE: dict[str, dict[str, str]] = {
             ("torch.nn.Module._call_impl", "torch.nn.Module._compiled_call_impl"),
             "are called in place of `forward` if an instance has one of its own",
         ),
+        "torch.nn.Module._modules": "walks thousands of modules at every call, in less time than `modules()`",
         "transformers.PretrainedConfig._attn_implementation": "names the attention of each part of a model",
         "transformers.PretrainedConfig._experts_implementation": "names the function that the experts of a model call",
         **dict.fromkeys(
@@ -341,40 +339,10 @@ def test_the_table_is_complete() -> None:
 
 
 class TestTheScan:
-    @pytest.mark.parametrize(
-        ("source", "names"),
-        [
-            ("import torch._C", {"_C"}),
-            ("import torch._dynamo.config as c", {"_dynamo"}),
-            ("from torch.autograd.graph import _engine_run_backward as run", {"_engine_run_backward"}),
-            ("from torch._inductor import config", {"_inductor"}),
-            ("def f(x):\n    import torch._C", {"_C"}),
-            ("x._schema", {"_schema"}),
-            ("x._schema = 1", {"_schema"}),
-            ("f(x)[0]._a._b()", {"_a", "_b"}),
-            ("class A(B):\n    def f(self): return self._get()", {"_get"}),
-            ("getattr(x, '_is_replica', False)", {"_is_replica"}),
-            ("import_module('flash_attn_3._C')", {"_C"}),
-        ],
-    )
-    def test_sees(self, source: str, names: set[str]) -> None:
-        assert used_in(source) == names
+    """What it finds in a source is in the table, which names every kind of use, and nothing else is."""
 
-    @pytest.mark.parametrize(
-        "source",
-        [
-            "from a import b\nb.c.__dict__",
-            "def _f(): ...\n_f()",
-            "class _A: ...\nx._A",
-            "class A:\n    def __init__(self): self._a = 1\n    def f(self, other): return self._a + other._a",
-            "'a sentence about _C'",
-            "f'{name}_internal'",
-            "getattr(x, '_radix_call', None)",
-            "for _ in x: ...",
-        ],
-    )
-    def test_leaves_out_what_is_ours_or_public(self, source: str) -> None:
-        assert not used_in(source)
+    def test_sees_an_import_in_a_function(self) -> None:
+        assert used_in("def f(x):\n    import torch._C") == {"_C"}
 
     def test_sees_a_method_that_is_overridden(self) -> None:
         source = "class A(B):\n    def _get(self): ...\n    def f(self): ...\nclass C:\n    def _own(self): ..."

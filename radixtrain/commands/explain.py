@@ -16,7 +16,7 @@ from radixtrain.checkpoints.atomic import check_replaceable
 from radixtrain.data.step_data import StepData
 from radixtrain.errors import UserError
 from radixtrain.explain.micro_batch import show_micro_batch
-from radixtrain.explain.prediction import RunSetup, without_messages
+from radixtrain.explain.prediction import NotPredictedError, RunSetup, without_messages
 from radixtrain.explain.report import make_report, print_report, write_page
 from radixtrain.explain.row import show_row
 from radixtrain.hf.config import read_config
@@ -28,7 +28,7 @@ from radixtrain.training.devices.launcher_env import one_device
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked
 from radixtrain.training.optimizer import optimizer_of
-from radixtrain.training.start.loading import layer_period, random_trainable
+from radixtrain.training.start.loading import check_trainable, layer_period, random_trainable
 
 # The dtype that a model is converted to, by `trainer.precision`.
 WEIGHTS = {"32-true": None, "bf16-mixed": None, "bf16-true": torch.bfloat16, "64-true": torch.float64}
@@ -71,8 +71,13 @@ def _report(settings: Report, data: StepData, typed: list[str]) -> None:
         path = folder / "report.html"
         check_replaceable(path)
         data.setup("report")
-        setup = run_setup(settings.model, settings.trainer)
-        report = make_report(data, setup, typed, settings.max_seconds)
+        setup, refused = run_setup(settings.model, settings.trainer), ""
+        try:
+            with without_messages():
+                check_trainable(settings.model, setup.num_layers, data.longest())
+        except UserError as error:
+            refused = str(error)
+        report = make_report(data, setup, typed, settings.max_seconds, refused)
         print_report(report)
         write_page(report, path)
         print(f"\n{printable(path)}")  # noqa: T201
@@ -88,8 +93,11 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
     mixed = partial(torch.autocast, device.type, dtype=torch.bfloat16, cache_enabled=False)
 
     def build(num_layers: int, device: torch.device) -> Any:
-        with without_messages():
-            model = random_trainable(settings, num_layers, device)
+        try:
+            with without_messages():
+                model = random_trainable(settings, num_layers, device)
+        except UserError as error:  # of fewer layers than `fit` trains
+            raise NotPredictedError(str(error)) from error
         return model if dtype is None else model.to(dtype)
 
     return RunSetup(

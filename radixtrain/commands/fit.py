@@ -21,6 +21,7 @@ from radixtrain.commands.preflight import (
     checkpoint_of_fit,
     checkpoint_to_evaluate,
     defaults_of_model,
+    delete_half_written,
     described_start,
 )
 from radixtrain.data.datamodule import SFTData
@@ -147,6 +148,7 @@ class Command:
         """
         if self.name in WRITING:
             stack.enter_context(locked(self.output_dir, self.name))
+            delete_half_written(self.output_dir)
         settings = self.settings
         if self.name == "fit":
             ckpt_path, self.replaces = checkpoint_of_fit(self.output_dir, settings, self.model, self.datamodule)
@@ -167,6 +169,8 @@ class Command:
             self.datamodule.hparams.template_date = began
         self.datamodule.setup(self.name)
         self.model.configure_model()
+        if not self.model.hparams.generate:  # which checks each prompt with its answer
+            self.model.check_length(self.datamodule.longest())
         if self.name == "fit":
             self.model.check_draws()
         form_groups(sp_size_of(self.settings, self.name), self.timeout)

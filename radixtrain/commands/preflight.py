@@ -46,7 +46,7 @@ SAMPLES, SAMPLED_BYTES = 64, 1 << 16  # per file: enough, since other weights di
 OF_A_MACHINE = ("config", "data.cache_dir", "data.dataset_num_proc", "data.dataloader_num_workers")
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 2}
 READ = ("model.", "data.", "ckpt_path")  # settings that may name files
-HALF_WRITTEN = ("logs/*/.fit.yaml.partial", "answers/.step=*.partial")  # by a killed run; none writes these again
+HALF_WRITTEN = ("logs/*/.*.yaml.partial", "answers/.step=*.partial")  # by a killed run; none writes these again
 
 
 def checkpoint_asked_for(output_dir: Path, settings: Any) -> str | None:
@@ -66,10 +66,17 @@ def checkpoint_asked_for(output_dir: Path, settings: Any) -> str | None:
     return ckpt_path
 
 
+def delete_half_written(output_dir: Path) -> None:
+    """Delete what a killed command has half written beside its logs and answers. Requires the lock."""
+    with only_warns(f"what a killed run has half written in {output_dir} cannot be deleted"):
+        for path in chain.from_iterable(map(output_dir.glob, HALF_WRITTEN)):
+            delete(path)
+
+
 def checkpoint_of_fit(output_dir: Path, settings: Any, model: object, data: object) -> tuple[str | None, bool]:
     """Return the checkpoint that `fit` resumes from, None if it starts anew, and whether it replaces an earlier run.
 
-    Leftovers of killed runs are removed.
+    Leftovers of killed runs in the folder of checkpoints are removed.
 
     settings: of `fit`. model, data: a `RadixModule` and an `SFTData`.
 
@@ -77,9 +84,6 @@ def checkpoint_of_fit(output_dir: Path, settings: Any, model: object, data: obje
     """
     ckpt_path, checkpoints = checkpoint_asked_for(output_dir, settings), output_dir / "checkpoints"
     tidy_leftovers(checkpoints)
-    with only_warns(f"what a killed run has half written in {output_dir} cannot be deleted"):
-        for path in chain.from_iterable(map(output_dir.glob, HALF_WRITTEN)):
-            delete(path)
     is_start = ckpt_path == AUTO and not checkpoints_in(checkpoints)
     chosen = None if is_start else checkpoint_to_evaluate(output_dir, ckpt_path)
     if chosen is not None:

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -49,6 +50,8 @@ BYTES_PER_BLOCK = 1 << 20
 BLOCKS_AHEAD = 3  # for each process: what waits in memory
 LARGE = 8 << 20  # bytes of a file from which on starting processes pays
 MAX_PROCESSES = 16
+UNFINISHED = f".{'[0-9a-f]' * 32}.{'[0-9a-f]' * 32}"  # an entry while it is written
+SECONDS_OF_A_DAY = 86_400
 
 
 def cache_folder() -> Path:
@@ -81,6 +84,7 @@ def tokenized(source: Source, encoder: ChatEncoder, settings: Any) -> Tokenized:
     if os.path.exists(entry):
         return _opened(source, entry, " (tokenised by an earlier run)")
     made = cache / f".{entry.name}.{uuid4().hex}"
+    _delete_unfinished(cache)
     with _written_to(cache):
         made.mkdir(parents=True)
     try:
@@ -91,6 +95,14 @@ def tokenized(source: Source, encoder: ChatEncoder, settings: Any) -> Tokenized:
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return _opened(source, entry, "")
+
+
+def _delete_unfinished(cache: Path) -> None:
+    """Delete what killed processes have left: unfinished entries into which nothing was written for a day."""
+    for folder in cache.glob(UNFINISHED):
+        with suppress(OSError):  # another process finishes or deletes it
+            if max(path.stat().st_mtime for path in (folder, *folder.iterdir())) < time.time() - SECONDS_OF_A_DAY:
+                shutil.rmtree(folder)
 
 
 def _check_unchanged(files: Mapping[str, FileDigest]) -> None:

@@ -191,6 +191,10 @@ class StepData:
         if needed and needed not in self.conversations:
             raise UserError(f"data.{needed}_file is missing: name the file to {stage} on")
 
+    def longest(self) -> int:
+        """Return the number of tokens of the longest sequence that was read."""
+        return max(int(corpus.lengths.max(initial=0)) for corpus in self.conversations.values())
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer, with the chat template of the configuration."""
         assert self.settings.model_name_or_path is not None

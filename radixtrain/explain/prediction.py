@@ -195,13 +195,14 @@ def predict_seconds(
 
     batches: of each arm, from the smallest to the largest: the largest is timed that time and memory allow.
 
-    Takes about `max_seconds`, more if the smallest micro-batch of each arm takes that long. Raises UserError if
-    the free memory does not hold the cut model.
+    Takes about `max_seconds`, more if the smallest micro-batch of each arm takes that long.
+
+    Raises NotPredictedError if the free memory does not hold the cut model, and UserError if it cannot be shared.
     """
     depths = (setup.period, DEEPER * setup.period) if DEEPER * setup.period < setup.num_layers else (setup.num_layers,)
     free, needed = free_bytes(setup.device), _state_bytes(setup, depths[-1])
     if needed > SPARE * free:
-        raise UserError(
+        raise NotPredictedError(
             f"{depths[-1]} of its {setup.num_layers} layers with gradients and optimizer need "
             f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free here"
         )
@@ -258,6 +259,10 @@ def time_batches(
 def without_messages() -> AbstractContextManager[None]:
     """Silence the log lines of a model about its layers and, once it is shared, its first batches."""
     return logged_from(logging.WARNING, "radixtrain.hf")
+
+
+class NotPredictedError(UserError):
+    """A model that this machine cannot time. The message says why."""
 
 
 class _TimedModel:

@@ -32,6 +32,7 @@ from radixtrain.explain.prediction import (
     ARMS,
     Draw,
     Epoch,
+    NotPredictedError,
     RunSetup,
     SampledSteps,
     predict_seconds,
@@ -56,7 +57,7 @@ class DataReport:
     """Everything that `radixtrain report` found.
 
     heading: in few words. summary: sentences about an epoch. facts: of the rows, name to text.
-    tree: of a sample, which tree_sample names. command: to paste.
+    tree: of a sample, which tree_sample names. command: to paste; empty if `fit` would refuse the model.
     hints: sentences: what would save more.
     """
 
@@ -72,12 +73,15 @@ class DataReport:
     hints: tuple[str, ...]
 
 
-def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_seconds: float = 45.0) -> DataReport:
+def make_report(
+    data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_seconds: float = 45.0, refused: str = ""
+) -> DataReport:
     """Report what an epoch of training on these data holds, shares and takes.
 
     data: after its `setup`. setup: how the model would train.
     typed: the command line after the command, for the command to paste.
     max_seconds: for timing micro-batches; 0 predicts nothing.
+    refused: why `fit` refuses the model.
     """
     of_data, corpus, rows = data.settings, data.conversations["train"], data.reports["train"]
     epoch = Epoch(
@@ -92,8 +96,10 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
     others = {key: [epoch.sampled(other) for other in draws] for key, draws in epoch.others(draw).items()}
     speedup = None
     try:
+        if refused:
+            raise UserError(refused)
         if not max_seconds:
-            raise UserError("max_seconds is 0")
+            raise NotPredictedError("max_seconds is 0")
         logger.info("timing a micro-batch, shared and ordinary")
         seconds, depths = predict_seconds(setup, epoch.timed_batches(draw), own, max_seconds)
         speedup, layers = seconds["ordinary"] / seconds["radix"], " and ".join(map(str, depths))
@@ -106,8 +112,11 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
         if (load := os.getloadavg()[0]) > (os.cpu_count() or 1):
             speedup = None
             speed += f" The machine was busy (load {load:.0f}), so this is uncertain: run it again when it is idle."
-    except UserError as error:
+    except NotPredictedError as error:
         speed = f"The speed-up on this machine was not predicted: {error}."
+    except UserError as error:
+        refused = str(error)
+        speed = f"`fit` would refuse this: {refused}."
     tokenizer = data.encoder().tokenizer
     breaks = find_breaks(corpus, tokenizer, draw.batch_size)
     drawn = range(0, len(corpus), -(-len(corpus) // TREE_CONVERSATIONS))
@@ -119,7 +128,7 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
         facts=dict(_facts(data)),
         tree=TextTree([sample.input_ids for index in drawn for sample in corpus[index]], tokenizer),
         tree_sample=f"{len(drawn):,} of the {len(corpus):,} conversations",
-        command=command_to_paste(typed),
+        command="" if refused else command_to_paste(typed),
         breaks=breaks,
         hints=(*map(fix, breaks), *hints(own, speedup, others), *_hint_at_system_prompt(rows)),
     )
@@ -233,8 +242,9 @@ def print_report(report: DataReport, console: Console | None = None) -> None:
             _line(console, Text(f"    {' '.join(shown.split())}", style="dim"))
     if report.hints:
         console.print(Text("\n".join(["\nWhat would help", *(f"- {hint}" for hint in report.hints)])))
-    console.print(Text("\nTo train:"))
-    console.print(Text(f"  {report.command}", style="bold"), soft_wrap=True)
+    if report.command:
+        console.print(Text("\nTo train:"))
+        console.print(Text(f"  {report.command}", style="bold"), soft_wrap=True)
 
 
 def _line(console: Console, text: Text) -> None:

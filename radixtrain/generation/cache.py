@@ -14,10 +14,8 @@ them, so it belongs to one prefix and to no other. Only leaves are evicted: no p
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +31,7 @@ class Node:
 
     tokens: (n,), int64. n is 0 for the root only.
     rows: what is stored for these tokens, one entry each; `rows[start:end]` is what is stored for some of them.
+    start: tokens of the path above this node.
     parent: the node above. None for the root, and for a node that left the tree.
     children: the nodes below, by their first token.
     locks: locks on this node and on all those below it.
@@ -41,15 +40,11 @@ class Node:
 
     tokens: IntArray
     rows: Any
+    start: int
     parent: Node | None
     children: dict[int, Node] = field(default_factory=dict)
     locks: int = 0
     last_used: int = 0
-
-    @property
-    def evictable(self) -> bool:
-        """Return whether this is a leaf of the tree without locks."""
-        return self.parent is not None and not self.children and not self.locks
 
     @property
     def path(self) -> list[Node]:
@@ -66,10 +61,12 @@ class Node:
         Locks on this node hold for the new one too.
         """
         assert self.parent is not None and 0 < length < len(self.tokens)
-        upper = Node(self.tokens[:length], self.rows[:length], self.parent, locks=self.locks, last_used=self.last_used)
+        upper = Node(self.tokens[:length], self.rows[:length], self.start, self.parent)
+        upper.children[int(self.tokens[length])] = self
+        upper.locks, upper.last_used = self.locks, self.last_used
         self.parent.children[int(self.tokens[0])] = upper
-        self.tokens, self.rows, self.parent = self.tokens[length:], self.rows[length:], upper
-        upper.children[int(self.tokens[0])] = self
+        self.tokens, self.rows = self.tokens[length:], self.rows[length:]
+        self.start, self.parent = self.start + length, upper
         return upper
 
 
@@ -125,7 +122,7 @@ class RadixCache:
         self.max_tokens = max_tokens
         self.counters = CacheCounters()
         self.num_tokens = 0
-        self.root = Node(np.zeros(0, dtype=np.int64), None, None)
+        self.root = Node(np.zeros(0, dtype=np.int64), None, 0, None)
         self._clock = 0
         self._owner: Hashable = None
 
@@ -164,7 +161,7 @@ class RadixCache:
             return node
         rows = rows_from(length)
         assert len(rows) == len(ids) - length
-        leaf = Node(ids[length:].copy(), rows, node, last_used=self._clock)
+        leaf = Node(ids[length:].copy(), rows, length, node, last_used=self._clock)
         node.children[int(ids[length])] = leaf
         self.num_tokens += len(leaf.tokens)
         return leaf
@@ -186,17 +183,17 @@ class RadixCache:
 
         The least recently used leaf goes first; the last leaf loses only as much of its end as is needed.
         """
-        serial = count()  # nodes themselves have no order
-        leaves = [(node.last_used, next(serial), node) for node in self.nodes if node.evictable]
-        heapq.heapify(leaves)
         freed = 0
-        while leaves and freed < num_tokens:
-            leaf = heapq.heappop(leaves)[-1]
-            length = min(len(leaf.tokens), num_tokens - freed)
-            parent = self._shorten(leaf, len(leaf.tokens) - length)
-            freed += length
-            if parent.evictable:
-                heapq.heappush(leaves, (parent.last_used, next(serial), parent))
+        # Whatever uses or locks a node does so to those above it, so in this order each is a leaf once it is reached.
+        for leaf in sorted(self.nodes, key=lambda node: (node.last_used, -node.start)):
+            if freed >= num_tokens or leaf.locks:
+                continue
+            assert leaf.parent is not None and not leaf.children
+            if (length := len(leaf.tokens) - (num_tokens - freed)) > 0:
+                leaf.split(length)  # it keeps the end
+            freed += len(leaf.tokens)
+            del leaf.parent.children[int(leaf.tokens[0])]
+            leaf.parent = None
         self.num_tokens -= freed
         self.counters.num_evicted += freed
         return freed
@@ -210,7 +207,7 @@ class RadixCache:
         """Empty the tree. Raises RuntimeError if a node is locked."""
         if self.root.locks:
             raise RuntimeError(f"the cache is in use ({self.root.locks} locks) and cannot be cleared")
-        self.root, self.num_tokens = Node(np.zeros(0, dtype=np.int64), None, None), 0
+        self.root, self.num_tokens = Node(np.zeros(0, dtype=np.int64), None, 0, None), 0
 
     def belong_to(self, owner: Hashable) -> None:
         """Empty the cache if it holds what another owner has stored, such as a model with other weights."""
@@ -231,26 +228,6 @@ class RadixCache:
             node.last_used = self._clock
             depth += shared
         return Match(node, depth)
-
-    def _shorten(self, leaf: Node, length: int) -> Node:
-        """Evict all but the first `length` tokens of a leaf; returns its parent."""
-        parent = leaf.parent
-        assert parent is not None
-        if length:
-            leaf.tokens, leaf.rows = leaf.tokens[:length], leaf.rows[:length]
-        else:
-            del parent.children[int(leaf.tokens[0])]
-            leaf.parent = None
-        return parent
-
-
-def readers_of(paths: Iterable[Sequence[Node]]) -> dict[Node, list[int]]:
-    """Return which rows see each node, by the path of each row."""
-    readers: dict[Node, list[int]] = {}
-    for row, path in enumerate(paths):
-        for node in path:
-            readers.setdefault(node, []).append(row)
-    return readers
 
 
 def num_shared_tokens(one: IntArray, other: IntArray) -> int:

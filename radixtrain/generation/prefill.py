@@ -7,7 +7,7 @@ and values, and attends to what is stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from radixtrain.attention import continued_attention
 from radixtrain.collators.batching import cut_by_unique_tokens
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.generation.cache import Match, Node, RadixCache, readers_of
+from radixtrain.generation.cache import Match, Node, RadixCache
 from radixtrain.hf.attention_interface import Call, Extent, Heads
 from radixtrain.hf.backbone import Parts, num_attention_layers
 from radixtrain.hf.guards.batch import check_length
 from radixtrain.hf.guards.draws import evaluating
-from radixtrain.hf.guards.model import verdict_of
+from radixtrain.hf.guards.model import look
 from radixtrain.hf.guards.rules import WITHOUT, check_supported
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.stored import Readers, Shared
@@ -54,14 +54,8 @@ def generating(model: nn.Module, parts: Parts, longest: int) -> Iterator[None]:
     check_length(parts, longest)
     try:
         with _GENERATING, evaluating(model), torch.no_grad():
-            verdict = verdict_of(
-                parts.base,
-                parts.backbone,
-                parts.head,
-                shape=(3, longest),
-                outer=[parts.base, parts.backbone],
-            )
-            if (reason := verdict.reason) is not None:
+            verdict = look(parts, parts.head, outer=[parts.base, parts.backbone])
+            if (reason := verdict.why_not(parts.backbone, parts.head, shape=(3, longest))) is not None:
                 raise UserError(f"{parts.name}: {reason}; leave it out, or {WITHOUT['generate']}")
             yield
     except UserError as error:  # of a layer
@@ -82,6 +76,25 @@ class KeyValues:
     def __getitem__(self, part: slice) -> KeyValues:
         """Return those of some tokens, in memory of their own, so that the others may be freed."""
         return KeyValues([layer[:, part].clone() for layer in self.layers])
+
+
+def readers_of(paths: Iterable[Sequence[Node]], device: torch.device, saved: int = 0) -> dict[Node, Readers]:
+    """Return which rows read each stored node, by the path of each row.
+
+    saved: (query, key) pairs that one call for all readers of a node has to save; other nodes are left out.
+    """
+    rows: dict[Node, list[int]] = {}
+    for row, path in enumerate(paths):
+        for node in path:
+            rows.setdefault(node, []).append(row)
+    shared = {node: found for node, found in rows.items() if len(node.tokens) * (len(found) - 1) >= saved}
+    return {node: Readers.of(np.array(found), device) for node, found in shared.items()}
+
+
+def shared_by(readers: Mapping[Node, Readers], layer: int) -> list[Shared]:
+    """Return the keys and values of nodes in one layer, for those that read them."""
+    stored = ((node, found, node.rows.layers[layer]) for node, found in readers.items())
+    return [Shared(found, keys, values, node.start) for node, found, (keys, values) in stored]
 
 
 class StoredCall(Call):
@@ -116,24 +129,22 @@ class PromptCall(StoredCall):
     readers: the rows that see each stored node. stored: keys and values of the new rows, as `KeyValues` holds them.
     """
 
-    def __init__(self, parts: Parts, sequences: Sequence[IntArray], matches: Sequence[Match]) -> None:
+    def __init__(self, parts: Parts, sequences: Sequence[tuple[IntArray, Match]]) -> None:
         """Take sequences, (n,), int64 each, and what is stored of them, of none the whole."""
-        self.num_stored = [match.length for match in matches]
-        tokens, bounds = back_to_back([ids[length:] for ids, length in zip(sequences, self.num_stored, strict=True)])
+        self.num_stored = [match.length for _, match in sequences]
+        tokens, bounds = back_to_back([ids[match.length :] for ids, match in sequences])
         lengths = lengths_of(bounds)
-        nodes = list(dict.fromkeys(match.node for match in matches))
+        nodes = dict.fromkeys(match.node for _, match in sequences)
         numbers = {node: number for number, node in enumerate(nodes)}
-        owners = np.array([numbers[match.node] for match in matches]).repeat(lengths)
+        owners = np.array([numbers[match.node] for _, match in sequences]).repeat(lengths)
         marked = tokens + owners * (1 + int(tokens.max()))
         self.plan = build_prefix_plan(marked, bounds, concatenate_ranges(np.array(self.num_stored), lengths))
         first, device = self.plan.gather_indices, parts.base.device
-        super().__init__(parts, on_device(self.plan.position_ids, device), max(map(len, sequences)))
+        super().__init__(parts, on_device(self.plan.position_ids, device), max(len(ids) for ids, _ in sequences))
         self.ids = on_device(tokens[first], device)
         self.tree = TreeLayout.from_plan(self.plan).to(device, non_blocking=True)
         paths = [node.path for node in nodes]
-        readers = readers_of(paths[owner] for owner in owners[first].tolist())
-        self.readers = {node: Readers.of(np.array(rows), device) for node, rows in readers.items()}
-        self.places = {node: sum(len(above.tokens) for above in node.path[:-1]) for node in self.readers}
+        self.readers = readers_of((paths[owner] for owner in owners[first].tolist()), device)
         self.stored: list[Tensor] = []
 
     def run(self) -> None:
@@ -141,14 +152,10 @@ class PromptCall(StoredCall):
         self.parts.backbone(**self.arguments(self.ids))
         self.check()
 
-    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
+    def attend(self, heads: Heads, window: int | None, both_ways: bool = False, **scoring: Any) -> Tensor:
         """Store the keys and values of the new rows, and attend to them and to what they continue."""
         self.stored.append(torch.stack(heads[1:]))
-        shared = []
-        for node, readers in self.readers.items():
-            keys, values = node.rows.layers[len(self.ran)]
-            shared.append(Shared(readers, keys, values, self.places[node]))
-        del scoring["both_ways"]  # only images attend so
+        shared = shared_by(self.readers, len(self.ran))
         return continued_attention(*heads, self.tree, shared, depths=self.depths, window=window, **scoring)
 
     def key_values(self, sequence: int, start: int) -> KeyValues:
@@ -159,21 +166,20 @@ class PromptCall(StoredCall):
         return KeyValues([layer.index_select(1, rows) for layer in self.stored])
 
 
-def prefill(parts: Parts, cache: RadixCache, prompts: Sequence[IntArray]) -> list[Node]:
-    """Compute what a cache does not hold of some prompts, (n,), int64 each; returns where each ends.
+def prefill(parts: Parts, cache: RadixCache, prompts: Sequence[IntArray]) -> dict[int, Node]:
+    """Compute what a cache does not hold of some prompts, (n,), int64 each; returns where each ends, by its number.
 
     Call it inside `generating`.
     """
-    ends = [cache.root] * len(prompts)
+    ends = dict.fromkeys(range(len(prompts)), cache.root)  # where those without tokens end
     for members in cut_by_unique_tokens(sort_sequences(*back_to_back(prompts)), MAX_ROWS):
         matches = {member: cache.match_prefix(prompts[member]) for member in members}
+        ends |= {member: match.node for member, match in matches.items()}
         new = [member for member, match in matches.items() if match.length < len(prompts[member])]
-        for member, match in matches.items():
-            ends[member] = match.node
         if new:
-            call = PromptCall(parts, [prompts[each] for each in new], [matches[each] for each in new])
+            call = PromptCall(parts, [(prompts[member], matches[member]) for member in new])
             call.run()
             cache.counters.num_computed += call.plan.num_rows
-            for place, member in enumerate(new):
-                ends[member] = cache.insert(prompts[member], partial(call.key_values, place))
+            for number, member in enumerate(new):
+                ends[member] = cache.insert(prompts[member], partial(call.key_values, number))
     return ends

@@ -27,13 +27,14 @@ from transformers.cache_utils import DynamicLayer
 
 from radixtrain.attention import decoding_attention
 from radixtrain.errors import UserError
-from radixtrain.generation.cache import Node, RadixCache, readers_of
-from radixtrain.generation.prefill import StoredCall, prefill
+from radixtrain.generation.cache import Node, RadixCache
+from radixtrain.generation.prefill import StoredCall, prefill, readers_of, shared_by
 from radixtrain.hf.attention_interface import Heads
 from radixtrain.hf.backbone import CACHE, Parts, arguments_of
 from radixtrain.hf.guards.batch import check_length
 from radixtrain.kernels.stored import Readers, Shared
-from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.kernels.varlen_args import added_to_scores
+from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import on_device
 
 # (query, key) pairs that a call of its own has to save at every step to be worth it. On one CPU thread, with 2 layers
@@ -54,14 +55,14 @@ class Tails:
     tokens: Tensor
 
     @classmethod
-    def of(cls, tails: Sequence[Sequence[Node]], device: torch.device, longest: int | None) -> Tails:
-        """Lay out the nodes of each row's tail. longest: tokens that it keeps, the last ones; None for all."""
+    def of(cls, tails: Sequence[Sequence[Node]], device: torch.device, longest: int) -> Tails:
+        """Lay out the nodes of each row's tail. longest: tokens that it keeps, the last ones."""
         nodes = list(dict.fromkeys(chain(*tails)))
-        starts = cumulative(np.array([len(node.tokens) for node in nodes], dtype=np.int64))
-        numbers = {node: torch.arange(*bounds) for node, *bounds in zip(nodes, starts[:-1], starts[1:], strict=True)}
+        lengths = [len(node.tokens) for node in nodes]
+        numbers = dict(zip(nodes, torch.arange(sum(lengths)).split(lengths), strict=True))
         none = torch.zeros(0, dtype=torch.int64)
         rows = [torch.cat([none, *(numbers[node] for node in tail)]) for tail in tails]
-        last = [row if longest is None else row[max(0, len(row) - longest) :] for row in rows]
+        last = [row[max(0, len(row) - longest) :] for row in rows]
         tokens = pad_sequence(last, batch_first=True, padding_value=-1, padding_side="left")
         return cls(nodes, tokens.to(device, non_blocking=True))
 
@@ -113,33 +114,25 @@ class PromptCache(Cache):
 
     def begin(self, ids: Tensor, mask: Tensor | None) -> RowsCall:
         """Begin a forward pass of the next token of each row. ids: (B, L), at first the prompts. mask: of them."""
-        if not self._paths:
+        if not self.num_new:
             self._prefill(ids, mask)
-        assert ids.shape[1] == 1 or not self.num_new, "the next token of each row"
         self._masks = {}
         return RowsCall(self, self._lengths + self.num_new)
 
     def _prefill(self, ids: Tensor, mask: Tensor | None) -> None:
         """Compute the prompts but for their last tokens. ids: (B, L). mask: (B, L), 0 at padding; None without any."""
-        hidden = torch.zeros_like(ids, dtype=torch.bool) if mask is None else mask == 0
-        if hidden.shape != ids.shape or hidden[:, -1].any() or (hidden[:, 1:] > hidden[:, :-1]).any():
+        seen = torch.ones_like(ids) if mask is None else mask
+        from_first_on = (seen == 1).long().cummax(1).values
+        if (seen != from_first_on).any() or (seen[:, -1] == 0).any():
             raise UserError(
-                "attention_mask: expected padding on the left only, and at least one token in each row: set "
-                "tokenizer.padding_side = 'left'"
+                "attention_mask: expected padding on the left only, 0 and then 1, and at least one token in each row: "
+                "set tokenizer.padding_side = 'left'"
             )
-        prompts, numbers = ids.masked_fill(hidden, -1).unique(dim=0, return_inverse=True)
+        prompts, numbers = ids.masked_fill(seen == 0, -1).unique(dim=0, return_inverse=True)
         ends = prefill(self.parts, self.stored, [row[row >= 0][:-1] for row in prompts.cpu().numpy()])
         self.width, self._paths = ids.shape[1] - 1, [ends[number].path for number in numbers.tolist()]
-        self._lengths = np.array([sum(len(node.tokens) for node in path) for path in self._paths])
-        self._share(ids.device)
-
-    def _share(self, device: torch.device) -> None:
-        """Choose the nodes that stay where they are stored, and find who reads them."""
-        self._readers = {
-            node: Readers.of(np.array(rows), device)
-            for node, rows in readers_of(self._paths).items()
-            if len(node.tokens) * (len(rows) - 1) >= PIECE_CELLS
-        }
+        self._lengths = from_first_on.sum(1).cpu().numpy() - 1
+        self._readers = readers_of(self._paths, ids.device, PIECE_CELLS)
 
     def attend(self, number: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Store the keys and values of a step in one layer, and attend to all that each row sees.
@@ -150,7 +143,9 @@ class PromptCache(Cache):
         if number == len(self._shared):
             self._open(number, window, new)
         place = self._tails[window].tokens.shape[1] + self.num_new
-        self.own[number] = _with(self.own[number], new, place)
+        if place == self.own[number].shape[3]:
+            self.own[number] = nn.functional.pad(self.own[number], (0, 0, 0, SPARE))
+        self.own[number][:, :, :, place] = new
         keys, values = self.own[number][:, :, :, : place + 1].transpose(2, 3)
         return decoding_attention(query, (keys, values), self._mask(window), self._shared[number], **scoring)
 
@@ -162,11 +157,11 @@ class PromptCache(Cache):
         stays = self._readers if window is None else {}
         if window not in self._tails:
             copied = [[node for node in path if node not in stays] for path in self._paths]
-            self._tails[window] = Tails.of(copied, new.device, None if window is None else window - 1)
+            self._tails[window] = Tails.of(copied, new.device, self.longest if window is None else window - 1)
         tails = self._tails[window]
         stored = torch.cat([new[:, :0], *(node.rows.layers[number] for node in tails.nodes)], 1)
         self.own.append(stored[:, tails.tokens].transpose(2, 3))
-        self._shared.append([Shared(readers, *node.rows.layers[number]) for node, readers in stays.items()])
+        self._shared.append(shared_by(stays, number))
         if self.frees:
             for node in set(chain(*self._paths)):
                 node.rows.layers[number] = None
@@ -177,18 +172,8 @@ class PromptCache(Cache):
             hidden = nn.functional.pad(self._tails[window].tokens < 0, (0, self.num_new + 1))[:, None, None]
             if window is not None:
                 hidden[..., :-window] = True
-            self._masks[window] = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._masks[window] = added_to_scores(hidden)
         return self._masks[window]
-
-
-def _with(x: Tensor, new: Tensor, place: int) -> Tensor:
-    """Write a new column, (2, B, K, H), at a place. Returns x itself, or a wider copy."""
-    if place >= x.shape[3]:
-        wider = x.new_empty(*x.shape[:3], place + 1 + SPARE, x.shape[4])
-        wider[:, :, :, :place] = x[:, :, :, :place]
-        x = wider
-    x[:, :, :, place] = new
-    return x
 
 
 class RowsCall(StoredCall):
@@ -201,9 +186,8 @@ class RowsCall(StoredCall):
         super().__init__(cache.parts, on_device(places, cache.parts.base.device), cache.longest)
         self.cache = cache
 
-    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
-        """Attend to what is stored of each row."""
-        del scoring["both_ways"]  # only images attend so
+    def attend(self, heads: Heads, window: int | None, both_ways: bool = False, **scoring: Any) -> Tensor:
+        """Attend to what is stored of each row. both_ways: as only images do."""
         return self.cache.attend(len(self.ran), heads, window, **scoring)
 
     def end(self, output: Any) -> Any:
@@ -234,7 +218,7 @@ def serving(cache: PromptCache) -> Iterator[None]:
 
     def after(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         call = kwargs.get("radix_call")
-        return call.end(output) if isinstance(call, RowsCall) else None
+        return call.end(output) if isinstance(call, RowsCall) and call.cache is cache else None  # others may be nested
 
     base = cache.parts.base
     hooks = (

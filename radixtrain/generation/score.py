@@ -10,7 +10,7 @@ from torch import nn
 from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.backbone import Parts, model_inside, parts_of
+from radixtrain.hf.backbone import model_inside, parts_of
 from radixtrain.hf.guards.batch import check_length
 from radixtrain.hf.guards.draws import evaluating
 from radixtrain.hf.guards.rules import WITHOUT
@@ -33,8 +33,9 @@ def score_completions(
 
     Returns, for each completion of each prompt, the log-probability of each token given those before it, in nats.
     Raises UserError for an empty prompt, for a model that cannot use a batch of a `RadixCollator`, for hooks on it, or
-    on a module around it, that are not `position_wise`, for the learned prompts of PEFT, and for more tokens or larger
-    token ids than it has positions and embeddings for. Raises ValueError for ids that a `RadixCollator` refuses.
+    on a module around it, that are not `position_wise`, for the learned prompts of PEFT, and for more tokens than it
+    has positions for. Raises ValueError for ids that a `RadixCollator` refuses, and torch's IndexError for larger ones
+    than it has embeddings for.
 
     >>> [scores] = score_completions(model, [[7, 8]], [[[9], [5, 6]]])
     >>> best = max(scores, key=lambda logprobs: sum(logprobs) / len(logprobs))
@@ -63,7 +64,7 @@ def _logprobs(model: nn.Module, features: Sequence[dict[str, list[int]]]) -> lis
     try:
         check_around(model, parts)
         with evaluating(parts.base), shared_to_score(parts), torch.no_grad():
-            _check_sizes(parts, features)
+            check_length(parts, max(len(feature["input_ids"]) for feature in features))
             plain_head = has_plain_head(parts.base)
             device = next(parts.backbone.parameters()).device
             for batch, members in zip(step.to(device).micro_batches, step.members, strict=True):
@@ -73,19 +74,3 @@ def _logprobs(model: nn.Module, features: Sequence[dict[str, list[int]]]) -> lis
     except UserError as error:
         raise UserError(str(error).replace(TRAIN_WITHOUT_SHARING, WITHOUT["score_completions"])) from None
     return found
-
-
-def _check_sizes(parts: Parts, features: Sequence[dict[str, list[int]]]) -> None:
-    """Refuse more tokens than the model has positions for, and token ids that it does not have."""
-    check_length(parts, max(len(feature["input_ids"]) for feature in features))
-    largest = max(int(max(feature["input_ids"])) for feature in features)
-    sizes = (
-        getattr(parts.base.get_input_embeddings(), "num_embeddings", None),
-        getattr(parts.head, "out_features", None),
-    )
-    num_ids = min(filter(None, sizes), default=largest + 1)  # a wrapper of either may not say
-    if largest >= num_ids:
-        raise UserError(
-            f"the prompts or completions have the token id {largest}, and {parts.name} has ids from 0 to "
-            f"{num_ids - 1}: are they of the tokenizer of this model?"
-        )

@@ -106,11 +106,10 @@ class RadixCall(Call):
     predictor_indices: the rows that the head gets; None for all of them.
     places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
     misses_cache: whether the ordinary call would have returned a cache.
-    pictures: of the padded batch; None without any.
     token_loss: whether any loss of this batch is known to be a sum over tokens.
     place_rows: of the `RadixInputs`.
-    forks: whether the states of recurrent mixers fork. mixed: the id of every mixer that ran.
-    ordinary: the arguments of the call without sharing. generators: their states when it began.
+    verdict: what is known of the model. mixed: the id of every mixer that ran.
+    module: that began it. ordinary: its arguments without sharing. generators: their states when it began.
     """
 
     layout: TreeLayout
@@ -123,17 +122,18 @@ class RadixCall(Call):
         kernel: str,
         window_may_bind: bool,
         places: Places | None = None,
+        verdict: Any = None,
     ) -> None:
         super().__init__(layout, kernel, window_may_bind)
         self.predictor_indices, self.attention = predictor_indices, attention
         self.places, self.misses_cache = places, False
-        self.pictures: Any = None
         self.token_loss = False
         self.place_rows: IntArray | None = None
-        self.forks = False
+        self.verdict = verdict
         self.mixed: list[int] = []
         self.in_graph = not layout.has_blocks
         launched_in_graphs(layout)  # of an earlier pass, which recomputed its layers
+        self.module: Any = None
         self.ordinary: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self.generators: list[Tensor] = []
 
@@ -158,7 +158,7 @@ class RadixCall(Call):
     @cached_property
     def runs(self) -> RunLayout:
         """Return the runs that recurrent mixers compute."""
-        return tree_runs(self.layout, self.forks)
+        return tree_runs(self.layout, self.verdict is not None and self.verdict.forks)
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Attend to the unique tokens."""

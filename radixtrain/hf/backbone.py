@@ -1,4 +1,4 @@
-"""The parts of a Hugging Face model: its backbone, its text decoder, what its modules do; and renamed names.
+"""The parts of a Hugging Face model: its backbone, its text decoder, what its layers do; and renamed names.
 
     PeftModel, PeftMixedModel          a wrapper
       Gemma3ForConditionalGeneration   the model: backbone and head       `pretrained_model_of`
@@ -21,19 +21,20 @@ token to token. None is known by name. A *layer* is a decoder layer, the element
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import chain
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 from transformers import AttentionInterface, PreTrainedModel
 
+from radixtrain.errors import UserError
 from radixtrain.tree.layout import TreeLayout
 
+logger = logging.getLogger(__name__)
 NOT_TEXT = re.compile("vision|image|visual|audio")
 # Names of transformers that a release has changed, the newest spelling first. Others have one spelling from 5.2 on.
 CACHE = ("cache", "past_key_values", "cache_params")  # an argument of models and layers, an output; since 5.24
@@ -300,21 +301,6 @@ def _is_mixer(module_class: object) -> bool:
     return not PROTOCOL.isdisjoint(names_in(module_class))
 
 
-def modules_in(root: nn.Module) -> list[nn.Module]:
-    """List a module and those inside, except parametrizations, which get weights and no tokens.
-
-    Faster than `nn.Module.modules`, which calls Python for each.
-    """
-    found: list[nn.Module] = []
-    level = [root]
-    while level:
-        found += level
-        inner = [module._modules for module in level if module._modules]
-        children = chain.from_iterable([named.values() for named in inner])
-        level = [child for child in children if child is not None and type(child) is not ParametrizationList]
-    return found
-
-
 def text_attention(decoder: nn.Module) -> Iterator[nn.Module]:
     """Yield the attention modules of the text: in the same file a vision tower may get its attention elsewhere."""
     return (module for path, module in decoder.named_modules() if is_attention(module) and is_text(path))
@@ -328,3 +314,43 @@ def is_attention(module: nn.Module) -> bool:
 def name_of(module: nn.Module) -> str:
     """Return what errors call a module of a layer."""
     return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+
+
+def _recomputes(index: int, num_recomputed: int, num_layers: int) -> bool:
+    """Return whether a layer recomputes, if that many layers do at even distances.
+
+    The last one is the first to keep its activations: they are used as soon as the backward pass begins.
+    """
+    num_stored = num_layers - num_recomputed
+    return (num_layers - 1 - index) * num_stored % num_layers >= num_stored
+
+
+def recompute(model: Any, share: float) -> None:
+    """Switch on checkpointing in a share of the decoder layers, without reentrance. It can be called again.
+
+    model: a `PreTrainedModel`, or one wrapped by PEFT. share: from 0, which switches it off, to 1, with towers and
+    nested blocks.
+
+    UserError if the model has no checkpointing, or has no list of layers to take a share of.
+    """
+    base, _, decoder = parts_of(model)
+    if share == 0:
+        found(base, STOP_CHECKPOINTING)()
+        return
+    if not base.supports_gradient_checkpointing:
+        raise UserError(f"model.activation_checkpointing: {type(base).__name__} has none; set it to false")
+    found(base, START_CHECKPOINTING)({"use_reentrant": False})
+    if share == 1:
+        return
+    layers: list[Any] = list(dict.fromkeys(text_layers(decoder)))
+    if not layers or not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
+        raise UserError(
+            f"model.activation_checkpointing {share}: the decoder layers of {type(base).__name__} are not one list, of "
+            f"which a share could recompute; set it to true or false"
+        )
+    count = int(share * len(layers) + 0.5)  # the nearest; halves are rounded up
+    for index, layer in enumerate(layers):
+        for module in layer.modules() if not _recomputes(index, count, len(layers)) else ():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = False
+    logger.info("%d of %d decoder layers recompute their activations", count, len(layers))

@@ -97,7 +97,8 @@ def _object_in(model_name_or_path: str, file: str) -> Any:
     folder = Path(model_name_or_path)
     try:
         path = folder / file if folder.is_dir() else Path(cached_file(model_name_or_path, file) or "")
-        return json.loads(read_text(path))
+        found = json.loads(read_text(path))
+        return found if isinstance(found, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}
 

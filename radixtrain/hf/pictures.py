@@ -3,6 +3,9 @@
     pixel_values  A  B  A    owners  0 1 0    features of the tower  A0 A1 B0 B1    row of each placeholder  0 1 2 3 0 1
 
 Whatever the backbone does to pictures before its tower, and to features after it, is upstream and stays as it is.
+
+A tower may read several pictures at once, by attention or a batch norm. Then the features of one change with the copies
+around it, and every picture is computed. So the user's own tower is tried when a call first has copies.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, wraps
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,9 +25,9 @@ from transformers import PreTrainedModel
 from radixtrain.hf.backbone import IMAGE_TOKEN, found, text_decoder_of
 from radixtrain.hf.guards.code import has_unknown_code
 from radixtrain.hf.guards.draws import generator_states, has_drawn, set_generator_states
+from radixtrain.hf.guards.model import what_is_wrong
 from radixtrain.hf.progress import running
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
-from radixtrain.versions import transformers_is_before
 
 # Arguments of a tower with one entry on the first axis for each picture. The patches of all grids are in one list.
 OF_PICTURES = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
@@ -33,11 +37,10 @@ UNREAD = {"last_hidden_state", "hidden_states", "attentions"}
 BESIDES = {"mm_token_type_ids", "token_type_ids", "labels", "num_items_in_batch"}  # which no tower reads
 TOWER = "get_image_features"
 REPLACED = "_radix_replaced_tower"  # what an instance had there; None if that was its class's
-TOWERS_SEE_ONE_PICTURE = not transformers_is_before("5.23")  # MiniMax-M3's attended from one to another in 5.20
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Picture = dict[str, Tensor]
+Tower: TypeAlias = Callable[[Sequence[Picture]], Any]  # returns the output for these pictures
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +49,13 @@ class Pictures:
 
     rows: (P,), int64. the distinct feature that replaces each placeholder, in the order of the batch; None if unknown.
     num_pictures, num_distinct: of the call, and how many the tower computed.
+    why_every: why it computed copies too.
     """
 
     rows: IntArray | None
     num_pictures: int = 0
     num_distinct: int = 0
+    why_every: str | None = None
 
 
 def bits_of(x: Tensor) -> Tensor:
@@ -67,14 +72,11 @@ def image_token_of(backbone: PreTrainedModel) -> int | None:
 def compute_pictures_once(backbone: PreTrainedModel) -> None:
     """Put a method in place of `get_image_features` that computes equal pictures of a shared call once."""
     if hasattr(backbone, TOWER):
-        own = inspect.signature(getattr(backbone, TOWER))
 
+        @wraps(getattr(type(backbone), TOWER))  # its name, by which a pickle finds it, and what `generate` reads
         def compute(backbone: Any, *args: Any, **kwargs: Any) -> Any:
             return _distinct_once(backbone, *args, **kwargs)
 
-        first = inspect.Parameter("backbone", inspect.Parameter.POSITIONAL_ONLY)
-        compute.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
-        compute.__name__ = TOWER  # by which a pickle finds it; and `generate` reads its arguments
         setattr(backbone, REPLACED, vars(backbone).get(TOWER))
         setattr(backbone, TOWER, MethodType(compute, backbone))
 
@@ -105,21 +107,54 @@ def _computed(compute: Callable[..., Any], backbone: Any, given: Mapping[str, An
     if not pictures:
         return compute(**given), Pictures(None)
     owners, first = _distinct(pictures)
-    if TOWERS_SEE_ONE_PICTURE and len(first) < len(pictures) and not _may_read_other_pictures(backbone):
-        states = generator_states(device := pictures[0]["pixel_values"].device)
-        chosen = {name: torch.cat([pictures[index][name] for index in first]) for name in pictures[0]}
-        if counts is not None:
-            chosen = {name: each[:, None] for name, each in chosen.items()}  # each in a row of its own
-        output = compute(**{**given, **chosen})
-        lengths = _lengths(output, len(first))
-        every = None if lengths is None else _of_every(output, owners, counts)
-        if every is not None and lengths is not None and not has_drawn(device, states):
-            return every, Pictures(_rows_of(lengths, owners), len(pictures), len(first))
-        set_generator_states(device, states)
+    why_every = None
+    if len(first) < len(pictures):
+        tower = partial(_output, compute, given, counts is not None)
+        why_every = _third_party_code(backbone) or what_is_wrong(
+            backbone, partial(_what_features_show, tower, pictures[0])
+        )
+        if why_every is None:
+            states = generator_states(device := pictures[0]["pixel_values"].device)
+            output = tower([pictures[index] for index in first])
+            lengths = _lengths(output, len(first))
+            every = None if lengths is None else _of_every(output, owners, counts)
+            if every is not None and lengths is not None and not has_drawn(device, states):
+                return every, Pictures(_rows_of(lengths, owners), len(pictures), len(first))
+            set_generator_states(device, states)
+            why_every = "it returns more than the features of each, or draws at random"
     output = compute(**given)
     lengths = _lengths(output, len(pictures), is_in_rows=counts is not None)
     rows = None if lengths is None else _rows_of(lengths, np.array(first)[owners])
-    return output, Pictures(rows, len(pictures), len(pictures))
+    return output, Pictures(rows, len(pictures), len(pictures), why_every)
+
+
+def _output(compute: Callable[..., Any], given: Mapping[str, Any], in_rows: bool, pictures: Sequence[Picture]) -> Any:
+    """Return what the tower returns for these pictures. in_rows: whether each stands in a row of its own."""
+    chosen = {name: torch.cat([each[name] for each in pictures]) for name in pictures[0]}
+    return compute(**{**given, **({name: each[:, None] for name, each in chosen.items()} if in_rows else chosen)})
+
+
+def _what_features_show(tower: Tower, picture: Picture, are_alike: Callable[[Tensor, Tensor], bool]) -> str | None:
+    """Say what the features of a picture show besides its own pixels; None if nothing.
+
+    Between two others of its size they have to be the same bits when these have other pixels, as each number is then
+    computed in the same order; and those of the picture alone, up to rounding.
+    """
+    pixels = picture["pixel_values"]
+    numbers = torch.arange(pixels.numel(), device=pixels.device).view_as(pixels)
+    others = [{**picture, "pixel_values": each.to(pixels)} for each in (numbers % 7 - 3, numbers % 5 - 1)]
+    found = []
+    for pictures in ([picture], *([each, picture, each] for each in others)):
+        output = tower(pictures)
+        if _lengths(output, len(pictures)) is None:
+            return "it does not return the features of each"
+        entries = [_features(output), *(output.get(LEVELS) or ())]
+        found.append([[entry[n] for entry in entries] for n in range(len(pictures))])
+    (alone,), (one, among, _), (another, changed, _) = found
+    if any(map(torch.equal, one, another)):
+        return "their features do not depend on pixels, so that it cannot be tried"
+    has_same_bits = all(map(torch.equal, map(bits_of, among), map(bits_of, changed)))
+    return None if has_same_bits and all(map(are_alike, alone, among)) else "their features change with other images"
 
 
 def _features(output: Any) -> Any:
@@ -132,16 +167,12 @@ def _each_has_its_gradient(pictures: Sequence[Picture]) -> bool:
     return torch.is_grad_enabled() and any(each.requires_grad for each in pictures[0].values())
 
 
-def _may_read_other_pictures(backbone: Any) -> bool:
-    """Return whether copies of a picture may count in what the tower makes of others.
-
-    They do in the statistics of a batch; code of a third party may do the same, in the tower or on the way from it.
-    """
+def _third_party_code(backbone: Any) -> str | None:
+    """Name a module outside of the text decoder with code of a third party, which may read other pictures."""
     of_text = {backbone, *text_decoder_of(backbone).modules()}
-    return any(
-        (module.training and isinstance(module, BATCH_NORMS)) or (module not in of_text and has_unknown_code(module))
-        for module in backbone.modules()
-    )
+    strange = (type(each).__name__ for each in backbone.modules() if each not in of_text and has_unknown_code(each))
+    name = next(strange, None)
+    return name and f"code of a third party in {name} may read several"
 
 
 def gradient_is_read(backbone: Any) -> bool:

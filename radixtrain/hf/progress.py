@@ -1,6 +1,6 @@
 """What a thread is computing with shared models.
 
-A call reaches most layers as an argument. What gets no arguments, such as a mixer or a loss function, reads `Progress`.
+A call reaches most layers as an argument. What gets no arguments, such as a mixer or a loss function, reads `running`.
 Each thread has its own calls, and each call ends before the one around it: a hook that calls the model again, or a
 backward pass within a forward pass, finds its own call and leaves the outer one as it was.
 
@@ -46,6 +46,11 @@ class Progress(threading.local):
         """Return the innermost call; None if that is an ordinary one, or nothing runs."""
         return self.calls[-1]() if self.calls else None
 
+    def upstream(self) -> Upstream | None:
+        """Return the innermost call, if it is one of a backbone whose decoder has not begun."""
+        call = self.call
+        return call if isinstance(call, Upstream) and not call.is_over else None
+
     def begin(self, call: object) -> None:
         """Make this the innermost call."""
         self.calls.append(_no_call if call is None else ref(call))
@@ -73,7 +78,7 @@ class Progress(threading.local):
 class Upstream:
     """A call of a backbone that shares if its text decoder can.
 
-    backbone, decoder: of the call. given: the arguments of the backbone.
+    backbone, decoder: of the call. given: the arguments of the backbone. verdict: what is known of the model.
     pictures: `Pictures` of the tower's call; None before it, or without one.
     embedded: what the embedding returned for the ids, until the decoder begins.
     is_over: whether the decoder has begun. Until then masks wait for it.
@@ -82,6 +87,7 @@ class Upstream:
     backbone: PreTrainedModel
     decoder: PreTrainedModel
     given: Mapping[str, Any]
+    verdict: Any = None
     pictures: Any = None
     embedded: list[Tensor] = field(default_factory=list)
     is_over: bool = False
@@ -94,21 +100,8 @@ class Upstream:
         return ids
 
 
-class Running(Progress):
-    """The calls of all shared models: an `Upstream` until its decoder begins, then the call of its layers."""
-
-    def __reduce__(self) -> Any:
-        """Copy and pickle as the one of the process."""
-        return "running"
-
-    def upstream(self) -> Upstream | None:
-        """Return the innermost call, if it is one of a backbone whose decoder has not begun."""
-        call = self.call
-        return call if isinstance(call, Upstream) and not call.is_over else None
-
-
 def _no_call() -> None:
     """Return None, as the reference to a call that is gone."""
 
 
-running = Running()
+running = Progress()  # the calls of all shared models: an `Upstream` until its decoder begins, then its layers' call

@@ -296,10 +296,6 @@ class ForkedStates:
         """Return True, which keeps a mixer from its path for one generated token, where it writes into the state."""
         return True
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether the runs start from states."""
-        return bool(self.past)
-
 
 def each_tensor(change: Callable[[Tensor], Tensor], num_rows: int, value: Any) -> Any:
     """Change every tensor (1, rows, ...) of a value, those of tuples too."""

@@ -30,13 +30,13 @@ import xxhash
 from torch import Tensor, nn
 
 from radixtrain.collators.features import IGNORE_INDEX
-from radixtrain.collators.row_split import RowShare, filled
+from radixtrain.collators.row_split import RowShare, filled, split_batch
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import Heads, RadixCall
 from radixtrain.hf.backbone import Parts, in_one_row
 from radixtrain.hf.guards.batch import on_device_of_rows
 from radixtrain.hf.progress import Progress
-from radixtrain.tree.radix_inputs import RADIX, RadixInputs, layout_of, radix_of, with_radix
+from radixtrain.tree.radix_inputs import RADIX, RadixInputs, layout_of, radix_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,19 +112,16 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _exchanged(parts, group)
+        ctx.group, sent = group, parts.contiguous()
+        received = torch.empty(
+            sent.shape, dtype=sent.dtype, device=sent.device
+        )  # empty_like keeps a gradient's strides
+        dist.all_to_all_single(received, sent, group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _AllToAll.apply(gradients[0], ctx.group), None
-
-
-def _exchanged(parts: Tensor, group: object) -> Tensor:
-    sent = parts.contiguous()
-    received = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)  # empty_like of a gradient has its strides
-    dist.all_to_all_single(received, sent, group=group)
-    return received
 
 
 class SplitCall(RadixCall):
@@ -226,23 +223,12 @@ class SplitModel:
             )
         kwargs = {**kwargs, RADIX: on_device_of_rows(radix_of(kwargs), kwargs)}
         self.rows.check_same(kwargs)
-        num_rows = layout_of(kwargs).num_rows
-        share, targets = self.rows.share, kwargs["shift_labels"].reshape(1, -1)
-        predictors = radix_of(kwargs).predictor_indices[radix_of(kwargs).prediction_rows]
-        rows, is_own = share.predictors(predictors, num_rows)
-        own = (is_own & (targets[0] != IGNORE_INDEX)).nonzero()[:, 0]
-        # Not zero on any rank, nor as many as rows: layers receive the labels, and a mixer would exchange them.
-        ignored = 2 if len(own) + 1 == share.count(num_rows) else 1
-        own_labels = nn.functional.pad(targets[:, own], (0, ignored), value=IGNORE_INDEX)
+        part = split_batch({**kwargs, **in_one_row(kwargs, layout_of(kwargs))}, self.rows.share)
         given = kwargs.get("num_items_in_batch")
-        split = SplitLoss(own_labels, (targets != IGNORE_INDEX).sum() if given is None else given)
+        num_items = (kwargs["shift_labels"] != IGNORE_INDEX).sum() if given is None else given
+        radix_of(part).split = split = SplitLoss(part["shift_labels"], num_items)  # lives as long as the batch
         self.progress.become(split)
-        cut = share.inputs({**kwargs, **in_one_row(kwargs, layout_of(kwargs))})
-        asked = nn.functional.pad(rows[own], (0, ignored))
-        place_rows = np.append(np.arange(len(own)), [-1] * ignored)[None]
-        known = {"predictor_indices": asked, "prediction_rows": torch.arange(len(asked)), "place_rows": place_rows}
-        labels = {"shift_labels": own_labels, "labels": own_labels.roll(1)}
-        return args, with_radix({**kwargs, **cut, **labels}, **known, split=split)
+        return args, part
 
     def loss(self, logits: Tensor, labels: Tensor, *args: object, **kwargs: object) -> Any:
         """Return the loss of the whole batch, in place of the model's `loss_function`."""

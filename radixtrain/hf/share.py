@@ -17,11 +17,9 @@ from torch import nn
 
 from radixtrain.collators.misuse_guard import SHARED
 from radixtrain.errors import UserError
-from radixtrain.hf.attention_interface import take_over
-from radixtrain.hf.backbone import Parts, backbone_of, model_inside, num_attention_layers, parts_of, pretrained_model_of
-from radixtrain.hf.collated import CollatedBatches
+from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
 from radixtrain.hf.guards.batch import Options, check_choice
-from radixtrain.hf.guards.rules import check_supported, traits_of, why_unsupported
+from radixtrain.hf.guards.rules import EntryPoint, check_supported, why_unsupported
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent import install_mixers, remove_mixers
@@ -100,8 +98,8 @@ def share_prefixes(
     )
     check_supported(parts, "share_prefixes" if sp_group is None else "RadixCollator")
     check_choice(parts.decoder, attention, kernel)
-    refused = why_unsupported(parts, "RadixCollator")
-    _install(parts, options, None if sp_group is None else SplitModel(model, parts, sp_group), refused)
+    split = None if sp_group is None else SplitModel(model, parts, sp_group)
+    _install(parts, options, split, "share_prefixes", why_unsupported(parts, "RadixCollator"))
     return model
 
 
@@ -159,7 +157,7 @@ def shared_to_score(parts: Parts) -> Iterator[None]:
     check_supported(parts, "score_completions")
     is_shared = _hooks_of(parts.base) is not None
     if not is_shared:
-        _install(parts, Options("auto", "auto", 1, 1.1, ()), None, refused=None)
+        _install(parts, Options("auto", "auto", 1, 1.1, ()), None, rules=None, refused=None)
     try:
         yield
     finally:
@@ -197,29 +195,24 @@ def restore_model(model: ModelT) -> ModelT:
     return model
 
 
-def _install(parts: Parts, options: Options, split: SplitModel | None, refused: str | None) -> None:
-    """Set the hooks, replacing those that the model has. refused: why it takes no batch of a `RadixCollator`."""
+def _install(
+    parts: Parts, options: Options, split: SplitModel | None, rules: EntryPoint | None, refused: str | None
+) -> None:
+    """Set the hooks, replacing those that the model has.
+
+    rules: as `BackboneHooks` has them. refused: why it takes no batch of a `RadixCollator`.
+    """
     restore_model(parts.base)
     if hasattr(parts.backbone, SHARED):  # two sets of hooks would run
         raise UserError(
             f"{type(parts.backbone).__name__} is shared already, alone or inside another model; call restore_model "
             f"with what was shared first"
         )
-    take_over(parts.decoder.config, frozenset(map(type, parts.decoder.modules())))
-    report, mixers = SharingReport(), install_mixers(parts.decoder)
+    mixers = install_mixers(parts.decoder)
     generates = parts.base.can_generate() or parts.base is parts.backbone  # any head may use a bare backbone
-    rows = None if split is None else split.rows
-    hooks = BackboneHooks(
-        parts.base,
-        num_layers=num_attention_layers(parts.decoder),
-        mixers=mixers,
-        traits=traits_of(parts.decoder),
-        collated=CollatedBatches(options, refused, rows, report),
-        padded=PaddedSharing(options, generates, report),
-        watch=SharingWatch(parts.name),
-        report=report,
-        split=split,
-    )
+    report = SharingReport()
+    padded = PaddedSharing(options, generates, report)
+    hooks = BackboneHooks(parts.base, padded, SharingWatch(parts.name), report, refused, split, rules)
     hooks.install(parts.backbone)
     if split is not None:
         split.install(len(mixers))

@@ -35,6 +35,7 @@ class SharingReport:
     num_tokens: sum of T, without padding.
     num_unique_tokens: sum of U, which were computed; with what a collator pads them to.
     num_images, num_distinct_images: of the shared calls; the tower computed the distinct ones of each call.
+    why_every_image: why a call's tower computed copies too; None if none did.
     num_head_places, num_head_rows: rows requested of the head, and computed by it, in its calls that shared.
     plan_seconds: spent on reading ids and building plans, even if nothing was shared.
     unshared_models: other models of the trainer, by the names of its attributes, that compute every copy.
@@ -48,6 +49,7 @@ class SharingReport:
     num_unique_tokens: int = 0
     num_images: int = 0
     num_distinct_images: int = 0
+    why_every_image: str | None = None
     num_head_places: int = 0
     num_head_rows: int = 0
     plan_seconds: float = 0.0
@@ -87,7 +89,8 @@ class SharingReport:
             f"{self.num_unique_tokens:,} unique, r = {self.compression_ratio:.2f}{took}"
         ]
         if self.num_images:
-            lines.append(f"the tower computed {self.num_distinct_images:,} of {self.num_images:,} images")
+            why = self.why_every_image and f", copies too: {self.why_every_image}"
+            lines.append(f"the tower computed {self.num_distinct_images:,} of {self.num_images:,} images{why or ''}")
         if self.num_head_places:
             lines.append(f"the head computed {self.num_head_rows:,} rows for {self.num_head_places:,} places")
         if not self.num_shared + self.num_generating and not self.not_shared:

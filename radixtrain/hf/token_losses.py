@@ -6,7 +6,7 @@ without a label, lengths, places in a row) is a different one, and no number sho
 refuse a gradient, unless it comes from a loss of this list that reads all of them:
 
 - the model's own, by `ForCausalLMLoss` of transformers;
-- a function of `fused_heads.py`, of TRL or Liger;
+- a `FusedHead`, of TRL or Liger (`padded/row_functions.py`);
 - whatever the collator vouches for (`token_loss`, `merge_labels`).
 
 Under `torch.compile` nothing is watched. A loss finds the rows that it reads through the graph, so that each call is

@@ -133,7 +133,7 @@ class ModelSettings(Section):
     dtype: of weights and computation; `auto` takes the checkpoint's. For mixed precision set `trainer.precision`.
     attention: how attention uses the tree.
     kernel: which attention kernel.
-    attn_implementation: Hugging Face's attention, with `dedup: false`.
+    attn_implementation: Hugging Face's attention, with `dedup: false`; `auto` is sdpa, or eager if the class has none.
     allow_dropout: dropout modules to accept by name, although a shared token then draws one mask for all its copies.
     optimizer: muon is torch's, for the matrices of hidden layers, with AdamW for the rest; adamw_8bit is that of
         bitsandbytes, with moments in 8 bits but for embeddings.
@@ -174,7 +174,7 @@ class ModelSettings(Section):
     kernel: Literal["auto", "torch", "flash_attn", "flash_attn_3", "flash_attn_4", "cudnn", "efficient", "eager"] = (
         "auto"
     )
-    attn_implementation: str = "sdpa"
+    attn_implementation: str = "auto"
     allow_dropout: list[str] | None = None
     optimizer: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
     learning_rate: Number = 2e-05

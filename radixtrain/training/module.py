@@ -28,10 +28,9 @@ from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, 
 from radixtrain.training.fault_tolerance.run_state import Position, seed_per_rank
 from radixtrain.training.optimizer import num_steps_of_run, optimizer_of, schedule
 from radixtrain.training.progress import Speed
-from radixtrain.training.start.loading import check_draws, load_trainable
-from radixtrain.verification.equivalence import verify_step
+from radixtrain.training.start.loading import check_draws, check_length, load_trainable
+from radixtrain.verification.equivalence import EquivalenceReport, verify_step
 from radixtrain.verification.oracle import Features
-from radixtrain.verification.report import EquivalenceReport
 
 if TYPE_CHECKING:
     from radixtrain.training.answers.predictions import PredictedAnswers
@@ -86,6 +85,11 @@ class RadixModule(L.LightningModule):
         """Raise UserError for a dropout that the first step would refuse. Call it after `configure_model`."""
         assert self.model is not None
         check_draws(self.model, self.hparams)
+
+    def check_length(self, longest: int) -> None:
+        """Raise UserError for sequences of more tokens than the model takes. Call it after `configure_model`."""
+        assert self.model is not None
+        check_length(self.model, self.hparams, longest)
 
     def split_rows(self) -> None:
         """Let the ranks of a group compute each micro-batch together, if there are groups; see `form_groups`.

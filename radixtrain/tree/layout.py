@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
-from radixtrain.tree.blocks import reversed_blocks
 from radixtrain.tree.chains import Entry, cascade
 from radixtrain.tree.plan import PrefixPlan
 
@@ -265,13 +264,32 @@ def _ranges(starts: IntArray, lengths: IntArray) -> _Side:
 def _onto_later_rows(block_of_row: IntArray, plan: PrefixPlan) -> list[tuple[_Side, _Side]]:
     """Return the pieces of every row onto the later ones of its block, of cascade and of path; [] if there are none.
 
+    Causal attention gives every row of a block that attends in both directions, such as the tokens of an image in
+    Gemma 3, the earlier ones. Attention to the later ones is causal too if the rows of a block are reversed:
+
+        block  3 4 5 6    queries  5 4 3    keys  6 5 4    5 sees 6; 4 sees 6, 5; 3 sees 6, 5, 4
+
     A row has a copy in the path that brings it, whose last copies are the rows that it brings.
     """
-    queries, bounds = reversed_blocks(block_of_row)
+    queries, bounds = _reversed_blocks(block_of_row)
     keys, of_q, of_k = queries + 1, plan.path_cu_seqlens_q, plan.path_cu_seqlens_k
     copies = keys + (of_k - of_q)[np.searchsorted(of_q, keys, side="right")]
     sides = [_Side(bounds, indices=each) for each in (queries, keys, copies)]
     return [(sides[0], other) for other in sides[1:]] if len(queries) else []
+
+
+def _reversed_blocks(block_of_row: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the queries of the blocks that have two rows or more, back to back, and their bounds.
+
+    A block is shared as a whole or not at all, so its rows are consecutive.
+    """
+    starts = np.flatnonzero(np.diff(block_of_row, prepend=-1))
+    ends = np.append(starts[1:], len(block_of_row))
+    is_block = (block_of_row[starts] >= 0) & (ends - starts > 1)
+    last, lengths = (ends - 2)[is_block], (ends - starts - 1)[is_block]
+    bounds = cumulative(lengths)
+    queries: IntArray = (last + bounds[:-1]).repeat(lengths) - np.arange(bounds[-1])
+    return queries, bounds
 
 
 def _longest(bounds: IntArray) -> int:

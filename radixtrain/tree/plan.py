@@ -38,7 +38,7 @@ from radixtrain.tree.sorting import heaviest_first, sort_sequences, without_smal
 class PrefixPlan:
     """Index arrays between a packed ragged batch (T tokens) and its unique tokens (U rows). Immutable; all int64.
 
-    gather_indices: (U,). unique row -> its first occurrence in the packed layout: `x_U = x_T[gather_indices]`.
+    gather_indices: (U,). unique row -> one of its tokens in the packed layout: `x_U = x_T[gather_indices]`.
     inverse_indices: (T,). packed token -> its unique row: `x_T = x_U[inverse_indices]`.
     position_ids: (U,). position of each unique row, in tokens from the start of its sequence unless given otherwise.
     cu_seqlens: (B+1,). where each sequence starts in the packed layout, as given.
@@ -225,7 +225,6 @@ def build_prefix_plan(
     _copy_shared_heads(inverse, starts, lcp)
     depths = _shifted(count, depth_minus_row, num_new)
     gather = _shifted(depths, starts, num_new)
-    _move_to_first_occurrences(gather, inverse, order, starts, lcp)
     brings = num_new.nonzero()[0]
     plan = PrefixPlan(
         gather_indices=gather,
@@ -260,24 +259,6 @@ def _copy_shared_heads(inverse: IntArray, starts: IntArray, lcp: IntArray) -> No
         if shared:
             inverse[start : start + shared] = head
         before, num_before = start, shared
-
-
-def _move_to_first_occurrences(
-    gather: IntArray, inverse: IntArray, order: IntArray, starts: IntArray, lcp: IntArray
-) -> None:
-    """Turn the token that brings a row in sorted order into the first one in the batch, in place.
-
-    They differ if a sequence comes after its neighbour in sorted order and before it in the batch.
-    """
-    places = ((order[1:] < order[:-1]) & (lcp[1:] > 0)).nonzero()[0] + 1
-    if not len(places):
-        return
-    places = places[order[places].argsort()]  # earliest first, so that the others need to move little
-    first, end = starts[places], starts[places] + lcp[places]
-    for start, stop, row in zip(first.tolist(), end.tolist(), inverse[end - 1].tolist(), strict=True):
-        if start < gather[row]:  # else the last shared row, and so every one above it, came earlier
-            head = inverse[start:stop]
-            gather[head] = np.minimum(gather[head], np.arange(start, stop))
 
 
 def _padded(plan: PrefixPlan, padding: int) -> PrefixPlan:

@@ -17,7 +17,7 @@ group or more; without it rows are computed again. So a fork has to save `MIN_SA
 Runs of equal shape are computed as one *group*:
 
 - forks of one level that have the same length, because padding would change the final state;
-- last of all the leaves of every level, sorted by length and padded on the right: nothing follows them.
+- last of all the leaves of every level, the longest first and padded on the right: nothing follows them.
 
 No group has one row after a state, so no fork is shorter than two rows and a leaf of one row is padded: Hugging Face's
 mixers take one for a step of generation, which writes into the state in place and has no gradient in some kernels.
@@ -46,7 +46,9 @@ SHORTEST_FROM_STATE = 2  # rows in a group
 # Rows that a fork has to save: its length times the branches after the first. If a group costs as much as 64 rows and a
 # state as much as 8, this cost 0.3 % more than the best of 2, 32, 256 and no fork over 74 trees, and 13 % at most.
 MIN_SAVED = 32
-GROUP_COST = 64.0  # of a group of any size beside its rows, forward and backward, in rows
+# Of a group of any size beside its rows, forward and backward, in rows. So leaves cost 0.6 % more in all than in the
+# groups that cost least (2,000 draws of up to 64 lengths), and 17 % at most.
+GROUP_COST = 64.0
 CPU = torch.device("cpu")
 
 
@@ -160,31 +162,23 @@ def _fork_groups(runs: Sequence[_Run]) -> Iterator[list[int]]:
 
 
 def _leaf_groups(runs: Sequence[_Run], group_cost: float) -> Iterator[list[int]]:
-    """Yield the leaves that are computed at once: of similar lengths, and with or without a state to start from."""
+    """Yield the leaves that are computed at once, the longest first, and with or without a state to start from.
+
+    A group takes shorter leaves as long as its padding costs no more than another group.
+    """
     for from_state in (False, True):
         leaves = [n for n, run in enumerate(runs) if not run.is_fork and (run.parent >= 0) == from_state]
-        leaves.sort(key=lambda number: runs[number].length)
-        lengths = np.array([_group_length(runs, [number]) for number in leaves], dtype=np.int64)
-        yield from (leaves[start:end] for start, end in pairwise(_cheapest_buckets(lengths, group_cost)))
-
-
-def _cheapest_buckets(lengths: IntArray, group_cost: float) -> list[int]:
-    """Return the bounds of the buckets of these ascending lengths that cost least, each padded to its longest.
-
-    By dynamic programming over the distinct lengths: the best cut of the first ones, and one more bucket.
-    """
-    distinct, ends = np.unique(lengths, return_index=True)
-    ends = np.append(ends[1:], len(lengths)) if len(lengths) else ends
-    bounds = np.concatenate([[0], ends]).astype(np.int64)
-    best, last = np.zeros(len(bounds)), np.zeros(len(bounds), dtype=np.int64)
-    for end in range(1, len(bounds)):
-        costs = best[:end] + group_cost + (bounds[end] - bounds[:end]) * distinct[end - 1]
-        last[end] = costs.argmin()
-        best[end] = costs[last[end]]
-    cuts = [len(bounds) - 1]
-    while cuts[-1]:
-        cuts.append(int(last[cuts[-1]]))
-    return bounds[cuts[::-1]].tolist()
+        lengths = {number: _group_length(runs, [number]) for number in leaves}
+        group: list[int] = []
+        padding = 0
+        for number in sorted(leaves, key=lambda number: -lengths[number]):
+            padding += lengths[group[0]] - lengths[number] if group else 0
+            if padding > group_cost:
+                yield group
+                group, padding = [], 0
+            group.append(number)
+        if group:
+            yield group
 
 
 def _group_length(runs: Sequence[_Run], numbers: Sequence[int]) -> int:

@@ -50,9 +50,8 @@ from radixtrain.hf.share import restore_model, share_prefixes
 from radixtrain.timing import peak_bytes, seconds_of
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.radix_inputs import radix_of
-from radixtrain.verification.equivalence import compare_gradients
+from radixtrain.verification.equivalence import EquivalenceReport, compare_gradients
 from radixtrain.verification.oracle import Gradients, float64_throughout, gradients_of, ordinary_one_by_one
-from radixtrain.verification.report import EquivalenceReport
 
 K = TypeVar("K")
 Mode = Literal["step", "forward"]

@@ -14,7 +14,7 @@ import radixtrain.hf.attention_interface
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.tree.layout import TreeLayout
-from radixtrain.verification.report import EquivalenceReport
+from radixtrain.verification.equivalence import EquivalenceReport
 
 # What shows a mistake: a comparison, the model's own error, or a refusal.
 SEEN = (AssertionError, RuntimeError, ValueError, UserError, pytest.fail.Exception)

@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.nn.functional import cross_entropy
 
-from radixtrain import RadixCollator, share_prefixes
+from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.hf.guards.code import code_in
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 from tests.support import FULL
 from tests.support.models import tiny_model
+from tests.support.trainers import padded_batches
 
 pytestmark = FULL
 
@@ -48,11 +51,13 @@ def batch_of(length: int, **options: Any) -> dict[str, Any]:
     )
 
 
-def assert_the_same(compiled: Any, model: Any, batch: dict[str, Any]) -> None:
+def assert_the_same(
+    compiled: Any, model: Any, batch: dict[str, Any], loss_of: Callable[[Any], Tensor] = lambda out: out.loss
+) -> None:
     """Loss and gradients are as near to those of the model in float64 as those of the model that is not compiled."""
     with float64_throughout(model):
-        truth = gradients_of(model, lambda: [model(**batch).loss])
-    plain, found = (gradients_of(model, lambda call=call: [call(**batch).loss]) for call in (model, compiled))
+        truth = gradients_of(model, lambda: [loss_of(model(**batch))])
+    plain, found = (gradients_of(model, lambda call=call: [loss_of(call(**batch))]) for call in (model, compiled))
     rung = compare_gradients("float32", truth, plain, found)
     assert rung.passed, rung.reason
 
@@ -70,6 +75,21 @@ def test_one_compilation_for_every_size(tiny_qwen3: Callable[..., Any]) -> None:
     assert len({batch_of(length)["input_ids"].shape[1] for length in PROMPTS}) == len(PROMPTS)
     assert graphs[-1] - graphs[0] <= 2, f"graphs compiled after each batch: {graphs}"  # sizes that coincide at first
     assert len(counters["graph_break"]) <= 2, counters["graph_break"]  # at our hooks
+
+
+def test_a_loss_of_padded_logits() -> None:
+    model = share_prefixes(tiny_model("PhiForCausalLM", num_hidden_layers=1))
+    compiled = torch.compile(model, backend="aot_eager")
+    for batch in padded_batches(steps=2):
+        labels = batch.pop("labels")[:, 1:].flatten()
+        assert_the_same(
+            compiled,
+            model,
+            batch,
+            lambda output, labels=labels: cross_entropy(output.logits[:, :-1].flatten(0, 1), labels),
+        )
+    report = sharing_report(model)
+    assert report.num_shared == 6 and not report.not_shared
 
 
 # Class, strategy, and how many kinds of layers it has here: with a window and without one.

@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from radixtrain import RadixCollator, share_prefixes
-from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
 from tests.claims.loops import AccelerateLoop, LightningLoop, Loop
 from tests.support import FULL, cases, trainers
@@ -191,15 +190,6 @@ def test_wrong_normalisation_is_seen(assert_drop_in, rows):
 
 
 # What is refused.
-
-
-@FULL
-@pytest.mark.parametrize("trainer", ["Trainer", "Lightning"])
-def test_model_that_is_not_prepared_is_refused(tiny_qwen3, rows, tmp_path, trainer):
-    """In a process that has prepared no model."""
-    end_watch()
-    with pytest.raises(UserError, match="Qwen3ForCausalLM got a batch of RadixCollator, but it is not shared: call"):
-        TRAINERS[trainer](tiny_qwen3(), RadixCollator(), rows, tmp_path).train()
 
 
 DISPATCHED = {"dispatch_batches": True}

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from radixtrain import RadixCollator, share_prefixes
-
-NESTED = [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 5], [2, 2, 1], [2, 2, 3, 3], [2, 2, 3, 4], [5, 1]]
-FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in NESTED]
+from tests.support.batches import FEATURES
 
 
 @pytest.mark.gpu

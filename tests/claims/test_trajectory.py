@@ -9,7 +9,6 @@ processor too. So the committed losses of a release are those of the next one:
 writes them anew; what made that necessary has to be said in the change that does it.
 """
 
-import csv
 import json
 import os
 import random
@@ -28,6 +27,7 @@ from transformers import AutoTokenizer
 from radixtrain.collators.steps import StepCollator
 from radixtrain.verification.oracle import float64_arithmetic
 from tests.support import FULL
+from tests.support.runs import logged
 
 pytestmark = FULL
 
@@ -147,10 +147,9 @@ def run(shop: Shop, tmp_path: Path, no_picture: None) -> Callable[[Arm], Curves]
         out = tmp_path / f"{arm}"
         with float64_arithmetic():
             assert main(["fit", *shop.flags(arm, out)]) == 0
-        with (out / "logs" / "version_0" / "metrics.csv").open() as file:
-            rows = [row for row in csv.DictReader(file) if row["loss"]]
-        assert len(rows) == NUM_STEPS
-        return {name: np.array([float(row[name]) for row in rows]) for name in ("loss", "grad_norm", "r")}
+        found = {name: np.array([*logged(out, name).values()]) for name in ("loss", "grad_norm", "r")}
+        assert len(found["loss"]) == NUM_STEPS
+        return found
 
     return curves
 

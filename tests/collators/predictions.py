@@ -36,6 +36,10 @@ def predictions_of(batch: dict[str, Any], features: list[dict[str, Any]]) -> Cou
 def expected_of(features: list[dict[str, Any]]) -> Counter[tuple[tuple[int, ...], int]]:
     """The same, counted in the features: every labelled token is predicted by the tokens before it."""
     found = Counter()
-    for ids, labels in ((feature["input_ids"], feature["labels"]) for feature in features):
-        found.update((tuple(ids[:n]), labels[n]) for n in range(1, len(ids)) if labels[n] != IGNORE_INDEX)
+    for feature in features:
+        ids, labels = feature["input_ids"], feature["labels"]
+        weights = feature.get("loss_weights") or [1] * len(ids)
+        for n in range(1, len(ids)):
+            if labels[n] != IGNORE_INDEX:
+                found[tuple(ids[:n]), labels[n]] += weights[n]
     return found

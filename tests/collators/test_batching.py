@@ -18,14 +18,6 @@ def arrays(sequences):
     return [np.array(sequence, dtype=np.int64) for sequence in sequences]
 
 
-def cut_by_unique_tokens(sequences, max_tokens):
-    return share_by_unique_tokens(sequences, 1, max_tokens).groups[0]
-
-
-def cut_by_padded_tokens(sequences, max_tokens):
-    return share_by_padded_tokens(sequences, 1, max_tokens).groups[0]
-
-
 def num_unique(sequences):
     return len({tuple(ids[: n + 1]) for ids in sequences for n in range(len(ids))})
 
@@ -36,16 +28,14 @@ def num_padded(sequences):
 
 def test_an_empty_sequence_is_not_lost():
     with pytest.raises(ValueError, match="sequence 1 is empty"):
-        cut_by_unique_tokens(arrays([[1, 2], [], [3]]), None)
+        share_by_unique_tokens(arrays([[1, 2], [], [3]]), 1, None)
 
 
 @settings(max_examples=100, deadline=None)
 @given(ragged_batches(max_sequences=10), BUDGETS)
-@pytest.mark.parametrize(
-    ("cut", "cost"), [(cut_by_unique_tokens, num_unique), (cut_by_padded_tokens, num_padded)], ids=["unique", "padded"]
-)
-def test_nothing_is_lost_and_the_budget_is_kept_and_used(cut, cost, sequences, max_tokens):
-    members = cut(arrays(sequences), max_tokens)
+@pytest.mark.parametrize(("share", "cost"), [(UNIQUE, num_unique), (PADDED, num_padded)], ids=["unique", "padded"])
+def test_nothing_is_lost_and_the_budget_is_kept_and_used(share, cost, sequences, max_tokens):
+    [members] = share(arrays(sequences), 1, max_tokens).groups
     assert sorted(index for batch in members for index in batch) == list(range(len(sequences)))
     batches = [[sequences[index] for index in batch] for batch in members]
     if max_tokens is None:

@@ -30,13 +30,15 @@ FEATURES = [
 
 @st.composite
 def steps(draw):
-    """Features; in half of the steps each has positions of its own, so that equal tokens differ."""
-    sequences, has_positions = draw(ragged_batches()), draw(st.booleans())
+    """Features; in half of the steps each has positions of its own, so that equal tokens differ; in half, weights."""
+    sequences, has_positions, has_weights = draw(ragged_batches()), draw(st.booleans()), draw(st.booleans())
     features: list[dict[str, Any]] = []
     for start, ids in enumerate(sequences):
         features.append({"input_ids": ids, "labels": [draw(st.sampled_from([N, 0, 1, 2])) for _ in ids]})
         if has_positions:
             features[-1]["position_ids"] = list(range(start, start + len(ids)))
+        if has_weights:  # each token its own
+            features[-1]["loss_weights"] = [8.0 * start + place + 0.25 for place in range(len(ids))]
     return features
 
 
@@ -104,7 +106,12 @@ OPTIONS = [
 @settings(max_examples=200, deadline=None)
 @given(steps(), st.sampled_from([1, 3, 6, 12, None]), st.sampled_from([1, 2, 3, 7]), st.sampled_from(OPTIONS))
 def test_the_ranks_together_make_the_step_however_it_is_cut(features, max_tokens, num_ranks, options):
-    """Every sequence on one rank, as many micro-batches on each, none above the budget, every prediction once."""
+    """Every sequence on one rank, as many micro-batches on each, none above the budget, every prediction once.
+
+    With the weight of its token, whatever the order of the batch.
+    """
+    if not options.get("merge_labels", True):
+        features = [{**feature, "loss_weights": None} for feature in features]  # which a model's own loss would ignore
     one = StepCollator(max_tokens=max_tokens, **options)
     shares = [replace(one, rank=rank, num_ranks=num_ranks)(features) for rank in range(num_ranks)]
     assert len({len(step.micro_batches) for step in shares}) == 1
@@ -113,6 +120,7 @@ def test_the_ranks_together_make_the_step_however_it_is_cut(features, max_tokens
     expected = expected_of(features)
     assert sum((predictions(step, features) for step in shares), Counter()) == expected
     num_tokens = sum(len(feature["input_ids"]) for feature in features)
+    num_labels = sum(label != N for feature in features for label in feature["labels"][1:])
     prefixes = {
         (*feature.get("position_ids", [0])[:1], *feature["input_ids"][: n + 1])
         for feature in features
@@ -120,7 +128,7 @@ def test_the_ranks_together_make_the_step_however_it_is_cut(features, max_tokens
     }
     for step in shares:
         unique = len(prefixes) if options.get("dedup", True) else None
-        assert (step.num_labels, step.num_tokens) == (sum(expected.values()), num_tokens)
+        assert (step.num_labels, step.num_tokens) == (num_labels, num_tokens)
         assert step.num_unique_tokens == unique
         assert step.num_computed_tokens == sum(batch["position_ids"].numel() for batch in step.micro_batches)
         for batch, members in zip(step.micro_batches, step.members, strict=True):
@@ -153,7 +161,7 @@ def test_two_sequences():
         "radix": {
             "predictor_indices": (torch.int64, [1, 2, 4]),
             "prediction_rows": (torch.int64, [0, 1, 2]),
-            "loss_weights": (torch.float32, [1.0, 1.0, 1.0]),
+            "loss_weights": (torch.int64, [1, 1, 1]),
             "label_indices": (torch.int64, [2, 3, 5]),
             "cu_seqlens": (torch.int32, [0, 4, 6]),
         },

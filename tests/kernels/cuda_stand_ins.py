@@ -229,30 +229,32 @@ class Flash:
         self.seen.append(Scoring(scale, softcap or None, window))
         return self.seen[-1]
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *bounds: Any, scale: float, left=None, right=None, softcap: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        self.num_forward += 1
-        assert q.ndim == 3
-        check_rows(self.dtypes, q, k, v)
+    def _call(
+        self, tensors: tuple[Tensor, ...], bounds: tuple[Any, ...], scale: float, left=None, right=None, softcap=0.0
+    ) -> tuple[Ragged, Scoring]:
+        """tensors: q, k, v."""
         ragged = Ragged(*bounds)
         scoring = self._scoring(ragged.causal, scale, left, right, softcap)
-        self._ragged(q, k, v, ragged, scoring.window is not None)
-        return EagerKernel().forward(q, k, v, ragged, scoring)
+        self._ragged(*tensors, ragged, scoring.window is not None)
+        return ragged, scoring
+
+    def forward(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """given: q, k, v and the bounds. options: of the scoring."""
+        self.num_forward += 1
+        tensors, bounds = given[:3], given[3:]
+        assert tensors[0].ndim == 3
+        check_rows(self.dtypes, *tensors)
+        return EagerKernel().forward(*tensors, *self._call(tensors, bounds, **options))
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *bounds: Any,
-        scale: float, left=None, right=None, softcap: float = 0.0,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *bounds: Any, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         self.num_backward += 1
         check_rows(self.dtypes, dout, q, k, v, out)
         assert dout.shape == out.shape == q.shape
         assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous()
         assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
-        ragged = Ragged(*bounds)
-        scoring = self._scoring(ragged.causal, scale, left, right, softcap)
-        self._ragged(q, k, v, ragged, scoring.window is not None)
-        return EagerKernel().backward(dout, q, k, v, out, lse, ragged, scoring)
+        return EagerKernel().backward(dout, q, k, v, out, lse, *self._call((q, k, v), bounds, **options))
 
     def _varlen(self, names: Names, given: dict[str, Any]) -> list[Tensor]:
         """In one direction. Some packages write into gradients that the caller made."""

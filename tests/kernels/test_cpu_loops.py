@@ -87,3 +87,9 @@ def test_a_call_is_cut_once_for_each_window():
     assert rectangles_of(call, window=2) is not whole
     assert rectangles_of(call, window=2) is rectangles_of(call, window=2)
     assert (rectangles_of(replace(call, causal=False))[0].mask == 0).sum() == 3 * 3 + 2 * 2
+
+
+def test_pairs_grow_with_the_length_alone():
+    """Within a window of 64, twice the tokens are twice the pairs, not four times."""
+    once, twice = (sum(queries * keys for queries, keys in shapes(cut([(n, n)], window=64))) for n in (1024, 2048))
+    assert twice < 2.1 * once

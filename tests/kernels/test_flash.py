@@ -108,17 +108,17 @@ def route_of(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: S
     return Route((layout.sequences,), kernel, scoring, layout.inverse_indices, layout.gather_indices)
 
 
-def on_cuda(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: Scoring) -> Callable[..., Tensor]:
+def on_cuda(
+    strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: Scoring
+) -> tuple[Callable[..., Tensor], list[Ragged]]:
+    """Attention, and what it calls the kernel with."""
     route = route_of(strategy, layout, kernel, scoring)
-    return lambda q, k, v, *sinks: routed_attention(q, k, v, route, *sinks)
+    ragged = [piece.ragged for piece in route.pieces]
+    return lambda q, k, v, *sinks: routed_attention(q, k, v, route, *sinks), ragged
 
 
 def by_softmax(plan: PrefixPlan, scoring: Scoring) -> Callable[..., Tensor]:
     return partial(one_softmax, distances=distances_of_plan(plan), **asdict(scoring))
-
-
-def calls_of(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: Scoring) -> list[Ragged]:
-    return [piece.ragged for piece in route_of(strategy, layout, kernel, scoring).pieces]
 
 
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
@@ -129,7 +129,7 @@ def test_float64(kernel: VarlenKernel, rules: Flash, scoring: Scoring) -> None:
     for (name, sequences), strategy, groups in product(TRIES.items(), strategies, (1, 4)):
         plan = plan_of(sequences, pad_to_multiple_of=4 if groups == 1 else None)
         layout, tensors = TreeLayout.from_plan(plan), inputs(plan, (4, groups), 8, torch.float64)
-        attention, calls = on_cuda(strategy, layout, kernel, scoring), calls_of(strategy, layout, kernel, scoring)
+        attention, calls = on_cuda(strategy, layout, kernel, scoring)
         assert all((call.cu_seqlens_q.diff() > 0).all() and (call.cu_seqlens_k.diff() > 0).all() for call in calls)
         if scoring.softcap and type(kernel) in INSIDE_TORCH.values():
             with pytest.raises(AssertionError, match="refuses a soft-cap on this kernel"):
@@ -151,7 +151,7 @@ def test_16_bit(kernel: VarlenKernel, rules: Flash, dtype: torch.dtype) -> None:
         layout, tensors, scoring = TreeLayout.from_plan(plan), inputs(plan, (4, 2), 16, dtype), Scoring(0.25)
         truth = with_gradients(by_softmax(plan, scoring), [x.double() for x in tensors])
         reference = by_the_book(tensors, distances_of_plan(plan), scoring.scale)
-        actual = with_gradients(on_cuda(strategy, layout, kernel, scoring), tensors)
+        actual = with_gradients(on_cuda(strategy, layout, kernel, scoring)[0], tensors)
         assert_within_reference_error(actual, reference, truth, names=NAMES)
     assert rules.num_backward >= 3
 
@@ -161,7 +161,7 @@ def test_strided_inputs_and_the_gradient_of_a_sum(kernel: VarlenKernel) -> None:
     plan = plan_of(TRIES["nested"])
     layout, tensors = TreeLayout.from_plan(plan), inputs(plan, (4, 2), 8, torch.float64)
     for strategy in STRATEGIES:
-        attention = on_cuda(strategy, layout, kernel, Scoring(0.4))
+        attention, _ = on_cuda(strategy, layout, kernel, Scoring(0.4))
         expected = with_gradients(attention, tensors)
         for which in range(4):
             views = list(tensors)
@@ -215,10 +215,10 @@ def test_efficient_in_several_calls(monkeypatch: pytest.MonkeyPatch, rules: Flas
     truth = with_gradients(by_softmax(plan, scoring), tensors)
     for strategy in STRATEGIES:
         rules.reset()
+        attention, calls = on_cuda(strategy, layout, EfficientKernel(), scoring)
         with NothingIsReadBack():
-            actual = with_gradients(on_cuda(strategy, layout, EfficientKernel(), scoring), tensors)
+            actual = with_gradients(attention, tensors)
         assert_exact(actual, truth, strategy)
-        calls = calls_of(strategy, layout, EfficientKernel(), scoring)
         assert rules.num_backward == sum(len(call.cu_seqlens_q) - 1 for call in calls)
 
 
@@ -263,8 +263,3 @@ def test_what_cudnn_lacks(monkeypatch: pytest.MonkeyPatch, lacks: dict, said: st
         monkeypatch.setattr(name, lambda *_, value=value: value)
     found = cudnn_missing(torch.device("cuda"))
     assert found is None if said is None else re.search(said, found), found
-
-
-def test_this_torch_takes_a_window() -> None:
-    for name in ("_flash_attention_forward", "_flash_attention_backward"):
-        assert "window_size_left" in str(getattr(aten, name).default._schema)

@@ -20,6 +20,8 @@ from radixtrain.kernels.merge_attention import (
     Piece,
     Route,
     merge_piece,
+    route_backward,
+    route_forward,
     routed_attention,
 )
 from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
@@ -84,32 +86,38 @@ def test_one_softmax_over_the_union(kernel: VarlenKernel, name: str) -> None:
         assert_exact(found, with_gradients(attend, tensors, *own), heads)
 
 
+# Routes onto copies of rows: pieces, indices of the keys, and of the outputs; the keys that each output sees.
+COPIED = {
+    "rows 1 and 3 twice, as queries and as keys, of which one output each is read": (
+        (Piece(EVERYTHING, EVERYTHING, ragged([3, 3], [3, 3])),),
+        [1, 0, 3, 1, 2, 3],
+        [1, 3, 4, 2],
+        [[0, 1, 3], [1, 2, 3], [1, 2, 3], [0, 1, 3]],
+    ),
+    "two pieces: the first query sees 1, the others 0 and 1, and 2 and 0 see 3 and 2 too": (
+        (
+            Piece(EVERYTHING, EVERYTHING, ragged([1, 2, 0], [1, 2, 2])),
+            Piece(torch.tensor([2, 0]), slice(3, 5), ragged([2], [2])),
+        ),
+        [1, 0, 1, 3, 2],
+        None,
+        [[1, 2, 3], [0, 1], [0, 1, 2, 3]],
+    ),
+}
+
+
 @kernels
-def test_copies_of_rows(kernel: VarlenKernel) -> None:
-    """Rows 1 and 3 twice, as queries and as keys."""
-    copies = torch.tensor([1, 0, 3, 1, 2, 3])
-    outputs = torch.tensor([1, 3, 4, 2])  # of two equal copies, one is read
-    own = Piece(EVERYTHING, EVERYTHING, ragged([3, 3], [3, 3]))
-    tensors, route = random_tensors((4, 4)), Route((own,), kernel, SCORING, copies, outputs)
+@pytest.mark.parametrize("name", COPIED)
+def test_copies_of_rows(kernel: VarlenKernel, name: str) -> None:
+    pieces, keys, outputs, seen = COPIED[name]
+    indices = [None if each is None else torch.tensor(each) for each in (keys, outputs)]
+    tensors, route = random_tensors((len(seen), 4)), Route(pieces, kernel, SCORING, *indices)
+    distances = torch.full((len(seen), 4), -1)
+    for row, columns in enumerate(seen):
+        distances[row, columns] = 0
     found = with_gradients(lambda q, k, v, sinks: routed_attention(q, k, v, route, sinks), tensors, SINKS)
-    seen = torch.tensor([[0, 1, 2], [3, 4, 5], [3, 4, 5], [0, 1, 2]])
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        distances = torch.full((4, 6), -1).scatter_(1, seen, 0)
-        return one_softmax(q, k[copies], v[copies], sinks, distances=distances, scale=SCALE)
-
-    assert_exact(found, with_gradients(attend, tensors, SINKS))
-
-
-@kernels
-def test_two_pieces_onto_copies(kernel: VarlenKernel) -> None:
-    """Keys 1 0 1 3 2, of which the first query sees [1] and the others [0 1]; and 2 and 0 see [3 2] too."""
-    keys, later = torch.tensor([1, 0, 1, 3, 2]), Piece(torch.tensor([2, 0]), slice(3, 5), ragged([2], [2]))
-    own = Piece(EVERYTHING, EVERYTHING, ragged([1, 2, 0], [1, 2, 2]))
-    tensors, route = random_tensors((3, 4)), Route((own, later), kernel, SCORING, keys)
-    found = with_gradients(lambda q, k, v: routed_attention(q, k, v, route), tensors)
-    distances = torch.tensor([[-1, 0, 0, 0], [0, 0, -1, -1], [0, 0, 0, 0]])
-    assert_exact(found, with_gradients(partial(one_softmax, distances=distances, scale=SCALE), tensors))
+    expected = with_gradients(partial(one_softmax, distances=distances, scale=SCALE), tensors, SINKS)
+    assert_exact(found, expected)
 
 
 @kernels
@@ -143,6 +151,25 @@ def test_one_merge_is_rounded_once(dtype: torch.dtype) -> None:
         assert torch.equal(found[0], expected.to(dtype))
         assert torch.equal(found[1][:, rows], torch.logaddexp(lse[:, rows], piece[1]))
         assert torch.equal(found[1][:, :20], lse[:, :20]) == (rows is not EVERYTHING)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_pieces_are_rounded_once(dtype: torch.dtype) -> None:
+    """Outputs are merged and shares of gradients added in float32; in 16 bits, some number of many has other bits."""
+    q, k, v, dout = random_tensors((50, 80), dtype)
+    first = Piece(EVERYTHING, EVERYTHING, ragged([50, 0], [20, 60]))
+    rest = [Piece(EVERYTHING, slice(start, start + 20), ragged([50], [20])) for start in (20, 40, 60)]
+    kernel = EagerKernel()
+    route = Route([first, *rest], kernel, SCORING)
+    out, lse = route_forward(q, k, v, None, route)
+    calls = [(q, k[piece.k_rows], v[piece.k_rows], piece.ragged, SCORING) for piece in route.pieces]
+    (merged, merged_lse), *others = (kernel.forward(*call) for call in calls)
+    merged = merged.float()
+    for other in others:
+        merge_piece(merged, merged_lse, EVERYTHING, *other)
+    assert torch.equal(out, merged.to(dtype))
+    shares = [kernel.backward(dout, *call[:3], out, lse, *call[3:])[0].float() for call in calls]
+    assert torch.equal(route_backward(dout, q, k, v, None, out, lse, route)[0], sum(shares).to(dtype))
 
 
 @FULL

@@ -55,23 +55,17 @@ def test_is_plain_indexing(dtype: torch.dtype, num_rows: int, places: list[int])
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (1, 2, 3)])
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize(("dtype", "sticks_at", "num"), [(torch.bfloat16, 256, 300), (torch.float16, 2048, 3000)])
+@pytest.mark.parametrize(("dtype", "sticks_at"), [(torch.bfloat16, 256), (torch.float16, 2048)])
 def test_many_duplicates_add_up_in_float32(
-    shape: tuple[int, ...], index_dtype: torch.dtype, dtype: torch.dtype, sticks_at: int, num: int
+    shape: tuple[int, ...], index_dtype: torch.dtype, dtype: torch.dtype, sticks_at: int
 ) -> None:
-    """torch 2.13 itself adds 16-bit rows in float32 for some shapes and indices; these are of both kinds."""
-    x = torch.zeros(shape, dtype=dtype, requires_grad=True)
-    gather_rows(x, torch.zeros(num, dtype=index_dtype)).backward(torch.ones(num, *shape[1:], dtype=dtype))
-    assert torch.equal(x.grad, torch.full(shape, num, dtype=dtype))
+    """And are rounded once. torch 2.13 itself does so for some shapes and indices; these are of both kinds."""
+    for num in (sticks_at + 44, sticks_at + 45, sticks_at + 47, 2 * sticks_at - 1):
+        x = torch.zeros(shape, dtype=dtype, requires_grad=True)
+        gather_rows(x, torch.zeros(num, dtype=index_dtype)).backward(torch.ones(num, *shape[1:], dtype=dtype))
+        assert torch.equal(x.grad, torch.full(shape, float(num)).to(dtype))
     stuck = torch.zeros(1, dtype=dtype).index_add_(0, torch.zeros(num, dtype=torch.int64), torch.ones(num, dtype=dtype))
     assert stuck.item() == sticks_at
-
-
-@pytest.mark.parametrize("shape", [(), (1,)])
-@pytest.mark.parametrize("num", [301, 303, 511])
-def test_sum_is_rounded_once(num: int, shape: tuple[int, ...]) -> None:
-    total = sum_rows(torch.ones(num, *shape, dtype=torch.bfloat16), torch.zeros(num, dtype=torch.int64), 1)
-    assert total.item() == torch.tensor(float(num)).to(torch.bfloat16).item()
 
 
 @pytest.fixture

@@ -181,19 +181,19 @@ def test_window_counts_tokens_not_positions() -> None:
 
 
 ROWS = plan_of(NESTED).num_rows
-GOOD = (ROWS, 2, 8)
-NARROW, SHORT, FOUR_AXES = (ROWS, 2, 4), (ROWS - 1, 2, 8), (1, *GOOD)
+GOOD = torch.zeros(ROWS, 2, 8)
+NARROW, SHORT, FOUR_AXES = GOOD[..., :4], GOOD[1:], GOOD[None]
 FIT = {"query": GOOD, "key": GOOD, "value": GOOD}
 
 
 @pytest.mark.parametrize(
-    ("shapes", "options", "message"),
+    ("changed", "options", "message"),
     [
         *(({name: SHORT}, {}, rf"{name} must be \(U, heads, head_dim\) with U = {ROWS} rows, .*; got \({ROWS - 1}, 2")
           for name in FIT),
         ({"query": FOUR_AXES}, {}, rf"query must be .* got \(1, {ROWS}, 2, 8\)"),
-        ({"query": (ROWS, 3, 8)}, {}, "must be a multiple of those of key and value: got 3, 2 and 2"),
-        ({"value": (ROWS, 1, 8)}, {}, "must be a multiple of those of key and value: got 2, 2 and 1"),
+        ({"query": torch.zeros(ROWS, 3, 8)}, {}, "must be a multiple of those of key and value: got 3, 2 and 2"),
+        ({"value": GOOD[:, :1]}, {}, "must be a multiple of those of key and value: got 2, 2 and 1"),
         ({"key": NARROW}, {}, "head_dim must agree, got 8, 4 and 8"),
         ({"value": NARROW}, {}, "head_dim must agree, got 8, 8 and 4"),
         ({}, {"softcap": 0.0}, "softcap must be positive, or None for no soft-cap; got 0.0"),
@@ -204,23 +204,15 @@ FIT = {"query": GOOD, "key": GOOD, "value": GOOD}
         ({}, {"window": 2, "attention": "cascade"}, "'cascade' cannot be used: .* attention='auto' or 'path' keeps"),
         ({}, {"softcap": 1.0, "kernel": "torch"}, "kernel='torch' cannot be used: computes no soft-cap; kernel='auto'"),
         ({}, {"kernel": "flash_attn"}, "kernel='flash_attn' cannot be used: needs CUDA, the tensors are on cpu"),
+        ({"value": GOOD.bfloat16()}, {}, r"value is torch\.bfloat16 on cpu, query is torch\.float32 on cpu"),
+        (dict.fromkeys(FIT, GOOD.long()), {}, r"torch\.int64"),
+        ({"key": GOOD.to("meta")}, {}, r"key is torch\.float32 on meta, query is torch\.float32 on cpu"),
+        (dict.fromkeys(FIT, GOOD.to("meta")), {}, r"the plan is on cpu, query on meta; move it with TreeLayout\.to"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit(shapes: dict[str, tuple[int, ...]], options: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit(changed: dict[str, Tensor], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tree_attention(*(torch.zeros(shape) for shape in {**FIT, **shapes}.values()), plan_of(NESTED), **options)
-
-
-def test_dtypes_and_devices_that_do_not_fit() -> None:
-    plan, q = plan_of(NESTED), torch.zeros(GOOD)
-    with pytest.raises(ValueError, match=r"value is torch\.bfloat16 on cpu, query is torch\.float32 on cpu"):
-        tree_attention(q, q, q.bfloat16(), plan)
-    with pytest.raises(ValueError, match=r"torch\.int64"):
-        tree_attention(q.long(), q.long(), q.long(), plan)
-    with pytest.raises(ValueError, match=r"key is torch\.float32 on meta, query is torch\.float32 on cpu"):
-        tree_attention(q, q.to("meta"), q, plan)
-    with pytest.raises(ValueError, match=r"the plan is on cpu, query on meta; move it with TreeLayout\.to\(device\)"):
-        tree_attention(*(q.to("meta"),) * 3, TreeLayout.from_plan(plan))
+        tree_attention(*{**FIT, **changed}.values(), TreeLayout.from_plan(plan_of(NESTED)), **options)
 
 
 BF16, F16, F32, SOFTCAP, WINDOW = torch.bfloat16, torch.float16, torch.float32, {"softcap": True}, {"window": True}
@@ -334,40 +326,33 @@ class TestChoice:
             choose_attention("auto", "flash_attn", CUDA, BF16, 64)
 
     @pytest.mark.parametrize(
-        ("kernels", "call", "modifiers", "reason"),
-        [
-            (["cudnn"], (CUDA, BF16, 64), {}, "needs a GPU of compute capability 9.x, and torch sees no CUDA device"),
-            (["torch", "cudnn", "efficient"], (CUDA, BF16, 64), SOFTCAP, "computes no soft-cap"),
-            (["cudnn", "efficient", "flash_attn_4"], (CPU, BF16, 64), {}, "needs CUDA, the tensors are on cpu"),
+        ("asked", "modifiers", "message"),
+        [  # asked: attention, kernel, device, dtype, head dim
+            (("auto", "cudnn", CUDA, BF16, 64), {}, "needs a GPU of .* capability 9.x, and torch sees no CUDA device"),
+            *((("auto", name, CUDA, BF16, 64), SOFTCAP, "computes no soft-cap")
+              for name in ("torch", "cudnn", "efficient")),
+            *((("auto", name, CPU, BF16, 64), {}, "needs CUDA, the tensors are on cpu")
+              for name in ("cudnn", "efficient", "flash_attn_4")),
+            (("tree", "auto", CPU, BF16, 64), {}, "FlexAttention computes gradients on CUDA only, the tensors are on"),
+            (("tree", "auto", CUDA, torch.float64, 64), {}, "takes bfloat16, float16, float32, got torch.float64"),
+            *((("tree", "auto", CUDA, BF16, dim), {}, f"head dims from 16 to 256, got {dim}") for dim in (8, 264)),
+            (("tree", "auto", CUDA, BF16, 64), SOFTCAP, "computes no soft-cap"),
+            (("tree", "torch", CUDA, BF16, 64), {}, "attention='tree' has its own kernel"),
         ],
-    )
-    def test_what_a_kernel_refuses(self, monkeypatch, kernels: list, call: tuple, modifiers: dict, reason: str) -> None:
+    )  # fmt: skip
+    def test_what_is_refused(self, monkeypatch, asked: tuple, modifiers: dict, message: str) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-        for kernel in kernels:
-            with pytest.raises(UserError, match=f"kernel='{kernel}' cannot be used: {reason}; kernel='auto' takes"):
-                choose_attention("auto", kernel, *call, **modifiers)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: True)  # triton
+        attention, kernel, *_ = asked
+        name = f"kernel='{kernel}'" if kernel != "auto" else f"attention='{attention}'"
+        with pytest.raises(UserError, match=f"{name} cannot be used: .*{message}"):
+            choose_attention(*asked, **modifiers)
 
-    @pytest.mark.parametrize(
-        ("has_triton", "call", "modifiers", "reason"),
-        [
-            (True, (CPU, BF16, 64), {}, "FlexAttention computes gradients on CUDA only, the tensors are on cpu"),
-            (
-                False,
-                (CUDA, BF16, 64),
-                {},
-                r"FlexAttention compiles with Triton, which is not .*\(pip install triton\)",
-            ),
-            (True, (CUDA, torch.float64, 64), {}, "takes bfloat16, float16, float32, got torch.float64"),
-            *((True, (CUDA, BF16, dim), {}, f"takes head dims from 16 to 256, got {dim}") for dim in (8, 264)),
-            (True, (CUDA, BF16, 64), SOFTCAP, "computes no soft-cap"),
-        ],
-    )
-    def test_what_tree_does_not_take(self, monkeypatch, has_triton: bool, call: tuple, modifiers: dict, reason: str):
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: has_triton or None)
-        with pytest.raises(UserError, match=f"='tree' cannot be used: {reason}; attention='auto' takes one that can"):
-            choose_attention("tree", "auto", *call, **modifiers)
-        with pytest.raises(UserError, match="kernel='torch' cannot be used: attention='tree' has its own kernel"):
-            choose_attention("tree", "torch", *call, **modifiers)
+    def test_tree_without_triton(self, monkeypatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        message = r"compiles with Triton, which is not .*\(pip install triton\); attention='auto' takes one that can"
+        with pytest.raises(UserError, match=message):
+            choose_attention("tree", "auto", CUDA, BF16, 64)
 
     def test_unknown_names(self) -> None:
         with pytest.raises(

@@ -174,6 +174,8 @@ def test_any_predictions(monkeypatch: pytest.MonkeyPatch, dealt: str, formula: s
         weights[0] += 1  # some prediction counts, or there is no relative error
         both = ours(labels, rows, weights, formula), by_torch(labels, rows, weights)
         assert_equal_in_float64(*(with_gradients(loss, given) for loss in both))
+        with torch.no_grad():
+            assert_equal_in_float64(*([loss(*given)] for loss in both))
 
 
 def test_large_logits_stay_finite() -> None:
@@ -273,23 +275,6 @@ def test_given_tensors_are_left_alone(formula: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
 
 
-@every_formula
-def test_no_predictions(formula: str) -> None:
-    none = torch.zeros(0, dtype=torch.int64)
-    for num_rows in (0, 5):
-        for dtype in (torch.float32, torch.bfloat16):
-            given = inputs(formula, dtype, num_rows)
-            loss, *grads = with_gradients(ours(none, none, torch.zeros(0), formula), given)
-            assert loss.dtype == torch.float32 and loss.shape == () and not loss
-            assert [x.shape for x in grads] == [x.shape for x in given] and not any(x.any() for x in grads)
-
-
-def test_same_bits_every_time() -> None:
-    given = parameters(torch.float32)
-    first, *others = (with_gradients(ours(), given) for _ in range(5))
-    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
-
-
 class TestAutocast:
     def test_within_the_error_of_torch_under_autocast(self) -> None:
         """The reference runs `linear` under autocast and casts, as HF does. Backward also outside of it."""
@@ -313,77 +298,65 @@ class TestAutocast:
         assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
-class TestPeak:
-    """Bytes at the highest point of forward and backward, the gradients among them. Exact, and the same every time."""
+# Bytes at the highest point of forward and backward, the gradients among them. Exact, and the same every time.
 
-    num_rows, hidden_size, vocab_size = 1024, 64, 4096
-    chunk = 4 * 128 * vocab_size
 
-    def leaves(self, hidden_size: int, vocab_size: int, num_rows: int, dtype: torch.dtype) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(num_rows, hidden_size, generator=generator).to(dtype).requires_grad_()
-        weight = (torch.randn(vocab_size, hidden_size, generator=generator) * hidden_size**-0.5).to(dtype)
-        return [hidden, weight.requires_grad_()]
+VOCABULARY = 4096
+CHUNK = 4 * 128 * VOCABULARY  # of logits
 
-    def predictions(self, num_rows: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.arange(num_rows) % vocab_size, torch.arange(num_rows), torch.ones(num_rows)
 
-    def peak(self, num_rows: int, hidden_size: int, vocab_size: int, dtype=torch.float32, times: int = 1) -> int:
-        hidden, weight = self.leaves(hidden_size, vocab_size, num_rows, dtype)
-        for _ in range(times):
-            hidden.grad = None
-            peak = peak_bytes(
-                lambda: linear_cross_entropy(hidden, weight, *self.predictions(num_rows, vocab_size)).backward(), CPU
-            )
-        return peak
+def large(formula: str, dtype: torch.dtype, num_rows: int = 1024, hidden_size: int = 64) -> list[Tensor | None]:
+    given = inputs(formula, dtype, num_rows, hidden_size, VOCABULARY, bias=False)
+    return [None if x is None else x.requires_grad_() for x in given]
 
-    @pytest.mark.parametrize("times", [1, pytest.param(2, marks=FULL)], ids=["no grad yet", "grad is there"])
-    def test_one_gradient_and_one_chunk(self, times: int) -> None:
-        """With a `.grad` there is one gradient more than that, the one to be added: counted here, since it is new."""
-        gradients = 4 * self.hidden_size * (self.vocab_size + self.num_rows)
-        beyond = self.peak(self.num_rows, self.hidden_size, self.vocab_size, times=times) - gradients
-        assert self.chunk < beyond < 1.1 * self.chunk, (beyond, self.chunk)
-        assert beyond < self.num_rows * self.vocab_size * 4 / 7
 
-    def test_what_needs_no_gradient_has_no_buffer(self) -> None:
-        """A frozen head (LoRA), and validation: a chunk of logits, and nothing in the shape of the head."""
-        hidden, weight = self.leaves(self.hidden_size, self.vocab_size, self.num_rows, torch.float32)
-        predictions = self.predictions(self.num_rows, self.vocab_size)
-        frozen = peak_bytes(lambda: linear_cross_entropy(hidden, weight.detach(), *predictions).backward(), CPU)
-        assert self.chunk < frozen < 4 * self.hidden_size * self.num_rows + 1.1 * self.chunk
-        logits = (hidden @ weight.t()).detach().requires_grad_()
-        for grad_mode in (torch.no_grad, torch.inference_mode):
-            for loss_of in (
-                lambda: linear_cross_entropy(hidden, weight, *predictions),
-                lambda: linear_logprobs(hidden, weight, *predictions[:2]),
-                lambda: logits_cross_entropy(logits, *predictions),
-            ):
-                with grad_mode():
-                    assert 0 < peak_bytes(loss_of, CPU) < 1.1 * self.chunk
+def loss_of_each_row(formula: str, given: list[Any]) -> Tensor:
+    rows = torch.arange(len(given[0]))
+    return ours(rows % VOCABULARY, rows, torch.ones(len(rows)), formula)(*given)
 
-    @FULL
-    def test_half_precision_sums_in_float32(self) -> None:
-        num_rows, hidden_size, vocab_size = 512, 256, 4096
-        in_float32, chunk = 4 * hidden_size * vocab_size, 4 * 128 * vocab_size
-        d_hidden = 2 * hidden_size * num_rows
-        forward, backward = in_float32 + d_hidden + 1.6 * chunk, 1.5 * in_float32 + d_hidden
-        peak = self.peak(num_rows, hidden_size, vocab_size, torch.bfloat16)
-        assert backward <= peak < 1.01 * max(forward, backward), (peak, forward, backward)
 
-    @FULL
-    def test_logprobs_and_logits(self) -> None:
-        """A gradient of what is given, and a chunk."""
-        predictions = self.predictions(self.num_rows, self.vocab_size)
-        hidden, weight = self.leaves(self.hidden_size, self.vocab_size, self.num_rows, torch.float32)
-        gradients = 4 * self.hidden_size * (self.vocab_size + self.num_rows)
-        peak = peak_bytes(lambda: linear_logprobs(hidden, weight, *predictions[:2]).sum().backward(), CPU)
-        assert gradients + self.chunk < peak < gradients + 1.1 * self.chunk, (peak, gradients, self.chunk)
-        logits, gradient = (
-            (hidden @ weight.t()).detach().bfloat16().requires_grad_(),
-            2 * self.num_rows * self.vocab_size,
-        )
-        peak = peak_bytes(lambda: logits_cross_entropy(logits, *predictions).backward(), CPU)
-        assert gradient < peak < gradient + 1.1 * self.chunk, (peak, gradient, self.chunk)
+def peak_of_both(formula: str, given: list[Any]) -> int:
+    return peak_bytes(lambda: loss_of_each_row(formula, given).backward(), CPU)
+
+
+@pytest.mark.parametrize(
+    ("formula", "dtype", "frozen", "times"),
+    [
+        ("fused", torch.float32, (), 1),
+        pytest.param("fused", torch.float32, (), 2, marks=FULL),
+        ("fused", torch.float32, (1,), 1),  # LoRA: nothing in the shape of the head
+        pytest.param("logprobs", torch.float32, (), 1, marks=FULL),
+        pytest.param("loss of logits", torch.bfloat16, (), 1, marks=FULL),
+    ],
+)
+def test_one_gradient_and_one_chunk(formula: str, dtype: torch.dtype, frozen: tuple[int, ...], times: int) -> None:
+    """With a `.grad` there is one gradient more than that, the one to be added: counted here, since it is new."""
+    given: list[Any] = large(formula, dtype)
+    for place in frozen:
+        given[place].requires_grad_(False)
+    for _ in range(times):
+        given[0].grad = None
+        peak = peak_of_both(formula, given)
+    gradients = sum(x.nbytes for x in given if x is not None and x.requires_grad)
+    assert max(gradients, CHUNK) < peak < gradients + 1.1 * CHUNK, (peak, gradients, CHUNK)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@every_formula
+def test_without_gradients_there_is_a_chunk(formula: str, mode: Any) -> None:
+    """Validation."""
+    given = large(formula, torch.float32)
+    with mode():
+        assert 0 < peak_bytes(lambda: loss_of_each_row(formula, given), CPU) < 1.1 * CHUNK
+
+
+@FULL
+def test_half_precision_sums_in_float32() -> None:
+    hidden, weight, _ = given = large("fused", torch.bfloat16, 512, 256)
+    assert hidden is not None and weight is not None
+    in_float32, peak = 2 * weight.nbytes, peak_of_both("fused", given)
+    forward, backward = in_float32 + hidden.nbytes + 1.6 * CHUNK, 1.5 * in_float32 + hidden.nbytes
+    assert backward <= peak < 1.01 * max(forward, backward), (peak, forward, backward)
 
 
 @every_formula
@@ -405,11 +378,7 @@ def test_nothing_waits_for_the_device(
 @FULL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_compiled_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: torch.dtype) -> None:
-    """By Inductor for a CPU, whole and once for any number of rows, beside the same functions in eager.
-
-    The maximum and the product have the same bits. A sum is added in another order, and `exp` may differ in its last
-    bit, which changes a rounding to 8 bits once in 2**15.
-    """
+    """By Inductor for a CPU, whole and once for any number of rows, beside the same functions in eager."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # not what another process is writing
     counter = CompileCounterWithBackend("inductor")
     compile = partial(torch.compile, dynamic=True, fullgraph=True, backend=counter)
@@ -420,30 +389,20 @@ def test_compiled_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype:
             torch._dynamo.mark_static(x, [*range(1, x.ndim)])
         return compiled(function)(*tensors)
 
-    def compare(found: list[Tensor], eager: list[Tensor], truth: list[Tensor]) -> None:
+    monkeypatch.setattr(loss_module, "_on_host", lambda x: False)
+    given, predictions = parameters(dtype, 200, 64, 150), random_predictions()
+    truth = with_gradients(by_torch(*predictions), [x.double() for x in given])[1:]  # the loss is one number: luck
+    for rows_per_chunk in (200, 40, 65):
+        cut_into(monkeypatch, rows_per_chunk)
+        with monkeypatch.context() as patch:
+            reference = with_gradients(ours(*predictions), given)[1:]
+            patch.setattr(loss_module, "fused", fused)
+            found = with_gradients(ours(*predictions), given)[1:]
         if dtype == torch.float64:
             assert_equal_in_float64(found, truth)
         else:
-            assert_within_reference_error(found, eager, truth)
-
-    for num_rows in (40, 200, 65):
-        logits = torch.randn(num_rows, 4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
-        eager, found = logits.clone(), logits.clone()
-        (top, sums), (found_top, found_sums) = loss_module._max_and_sum(eager), fused(loss_module._max_and_sum, found)
-        assert torch.equal(top, found_top)
-        compare([found_sums], [sums], [(logits.double() - top).exp().sum(-1, keepdim=True)])
-        found = eager.clone()
-        loss_module._softmax(eager, top, 1 / sums)
-        fused(loss_module._softmax, found, top, 1 / sums)
-        differ = (eager != found).double().mean()
-        assert differ < 2**-13 if dtype == torch.bfloat16 else not differ, differ
-    assert counter.frame_count == 2
-    monkeypatch.setattr(loss_module, "_on_host", lambda x: False)
-    given, predictions = parameters(dtype, 200, 64, 150), random_predictions()
-    truth = with_gradients(by_torch(*predictions), [x.double() for x in given])
-    reference = with_gradients(ours(*predictions), given)
-    monkeypatch.setattr(loss_module, "fused", fused)
-    compare(with_gradients(ours(*predictions), given)[1:], reference[1:], truth[1:])  # the loss is one number: luck
+            assert_within_reference_error(found, reference, truth)
+    assert counter.frame_count == 4
 
 
 @pytest.mark.gpu
@@ -462,14 +421,6 @@ def test_on_cuda_nothing_waits_and_the_result_is_the_same(chunked_by_four: None)
     assert max(errors) <= 1e-12, errors
 
 
-@every_formula
-def test_without_gradients(formula: str) -> None:
-    leaves = [x.requires_grad_() for x in inputs(formula, torch.float64)]
-    with torch.no_grad():
-        loss = ours(formula=formula)(*leaves)
-    assert not loss.requires_grad and relative_error(loss, ours(formula=formula)(*leaves)) <= 1e-12
-
-
 @pytest.mark.parametrize("label", [-1, -V, -V - 1, V])
 @pytest.mark.parametrize("formula", [*FORMULAS, "reference"])
 def test_a_label_that_is_no_token(dealt: str, formula: str, label: int) -> None:
@@ -482,16 +433,20 @@ def test_a_label_that_is_no_token(dealt: str, formula: str, label: int) -> None:
         loss_of(*inputs(formula, torch.float32))
 
 
-@pytest.mark.parametrize("formula", [*LOSSES, "reference"])
+@pytest.mark.parametrize("formula", [*FORMULAS, "reference"])
 def test_no_prediction_counts(dealt: str, formula: str) -> None:
     """The mean is NaN, as torch's own, and its gradient 0 and not `0 * inf`."""
-    for labels, rows, weights in ((LABELS, ROWS, WEIGHTS * 0), (LABELS[:0], ROWS[:0], WEIGHTS[:0])):
-        given = [x.requires_grad_() for x in inputs(formula, torch.float32)]
-        loss_of = by_torch(labels, rows, weights) if formula == "reference" else ours(labels, rows, weights, formula)
-        loss = loss_of(*given)
-        mean = loss / weights.sum()
-        mean.backward()
-        assert loss.item() == 0 and mean.isnan() and not any(x.grad.any() for x in given)
+    none = LABELS[:0], ROWS[:0], WEIGHTS[:0]
+    for num_rows, predictions in ((R, (LABELS, ROWS, WEIGHTS * 0)), (R, none), (0, none)):
+        if formula in LOGPROBS and predictions is not none:
+            continue  # a log-probability has no weight
+        for dtype in (torch.float32, torch.bfloat16):
+            given = [x.requires_grad_() for x in inputs(formula, dtype, num_rows)]
+            loss = (by_torch(*predictions) if formula == "reference" else ours(*predictions, formula))(*given)
+            mean = loss / predictions[2].sum()
+            mean.backward()
+            assert loss.dtype == torch.float32 and loss.shape == () and loss.item() == 0 and mean.isnan()
+            assert all(x.grad.shape == x.shape and not x.grad.any() for x in given)
 
 
 def test_a_row_that_overflows_and_does_not_count(dealt: str, chunked_by_four: None) -> None:

@@ -459,24 +459,30 @@ def on_ranks(
     assert not dist.is_initialized(), "a group that is there already would be that of the forked processes, too"
     timeout_of_group = timeout if has_group else None
     context, port = get_context("fork"), free_port()
-    pipes, all_answered = [context.Pipe(duplex=False) for _ in range(count)], context.Event()
-    processes = [
-        context.Process(target=_run, args=(rank, count, port, work, timeout_of_group, end, all_answered, sp_size))
-        for rank, (_, end) in enumerate(pipes)
-    ]
-    for process in processes:
+    pipes, processes, all_answered = [], [], context.Event()
+    for rank in range(count):
+        pipe, end = context.Pipe(duplex=False)
+        given = rank, count, port, work, timeout_of_group, end, all_answered, sp_size
+        process = context.Process(target=_run, args=given)
         process.start()
-    for _, end in pipes:
-        end.close()
+        end.close()  # now, so that no other rank has it: it is closed when this one dies
+        pipes.append(pipe)
+        processes.append(process)
+    codes = []
     try:
-        answers = _answers([pipe for pipe, _ in pipes], seconds)
+        answers = _answers(pipes, seconds)
     finally:
         all_answered.set()
         for process in processes:
             process.join(1.0)
+            codes.append(process.exitcode)
             process.kill()
             process.join()
-    failed = [f"rank {rank}: {told}" for rank, (is_done, told) in enumerate(answers) if not is_done]
+    failed = [
+        f"rank {rank} (exit code {code}): {told}"
+        for rank, (code, (is_done, told)) in enumerate(zip(codes, answers, strict=True))
+        if not is_done
+    ]
     assert not failed, "\n".join(failed)
     return [value for _, value in answers]
 

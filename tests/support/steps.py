@@ -20,7 +20,7 @@ from radixtrain.hf.recurrent import Mixer
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.tree.radix_inputs import layout_of
 from radixtrain.tree.runs import tree_runs
-from radixtrain.verification.equivalence import compare_gradients
+from radixtrain.verification.equivalence import Rung, compare_gradients
 from radixtrain.verification.oracle import (
     Features,
     Gradients,
@@ -29,7 +29,6 @@ from radixtrain.verification.oracle import (
     gradients_of,
     radix_batch,
 )
-from radixtrain.verification.report import Rung
 from tests.support import cases
 from tests.support.batches import PaddedBatch
 

@@ -23,6 +23,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.collators.misuse_guard import callers, is_instance_by_name
+from radixtrain.collators.row_split import RowShare
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import OPTIONS
 from radixtrain.hf.backbone import CACHE, Parts, pretrained_model_of
@@ -68,14 +69,15 @@ def own_layout(radix: RadixInputs) -> TreeLayout:
 def check_batch(
     parts: Parts,
     head: Any,
+    radix: RadixInputs,
     layout: TreeLayout,
     given: Mapping[str, Any],
-    num_rows: int,
+    share: RowShare | None,
     allowed: tuple[str, ...],
 ) -> None:
     """Refuse a batch of which the gradient would be another one, although the model could be shared.
 
-    given: the arguments of the call without `radix`. num_rows: unique tokens of this process.
+    given: the arguments of the call without `radix`. share: of its rows that this rank of an `sp_group` computes.
     """
     decoder = parts.decoder
     if getattr(parts.backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
@@ -83,7 +85,12 @@ def check_batch(
             "torch.nn.DataParallel cannot spread a radix batch over several GPUs; Trainer uses it if one process sees "
             "several: start one process per GPU (torchrun), or show the process one: CUDA_VISIBLE_DEVICES=0"
         )
-    _check_inputs(decoder, given, num_rows)
+    if share is not None and radix.split is None:
+        raise UserError(
+            "a radix batch came to a model of share_prefixes(model, sp_group=...) without having been split over "
+            "its ranks: call what share_prefixes got, not a part of it; let PEFT wrap the model before that"
+        )
+    _check_inputs(decoder, given, layout.num_rows if share is None else share.count(layout.num_rows))
     if limit := limit_of(decoder, layout.max_seqlen, layout.max_position):
         raise UserError(f"{type(decoder).__name__} has {limit.reason}; set max_length to {limit.tokens} or less")
     if head is not None and number_that_draws(head, allowed)[0]:

@@ -19,11 +19,12 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from radixtrain.hf.backbone import attends, modules_in, names_in
+from radixtrain.hf.backbone import attends, names_in
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
@@ -57,6 +58,7 @@ BESIDE_MODELS = (
     "transformers.pytorch",
 )
 TRIED = {"fla", "timm", "torch", "transformers"}
+CHUNKS = "chunk_size_feed_forward"  # a whole number, of a layer of the BERT kind
 ADAPTERS = "active_adapter"  # a property of PEFT's layers
 CALLED = {"forward", "__call__", "_call_impl", "_compiled_call_impl"}  # by torch
 FUNCTIONS = FunctionType, MethodType, partial
@@ -128,6 +130,12 @@ def has_unknown_code(module: nn.Module) -> bool:
     """Return whether a module has a hook, or a `forward` of its class or its own, that no known package defines."""
     code = *hooks_of(module), *_on_instance(module), _of_class(type(module), "forward")
     return _unknown(_functions(*code), KNOWN) is not None
+
+
+def has_third_party_code(module: nn.Module) -> bool:
+    """Return whether no known package defines one of a module's hooks or its own `forward`, which may be declared."""
+    functions = _functions(*hooks_of(module), *_on_instance(module))
+    return any(_origin(each)[1].partition(".")[0] not in KNOWN for each in functions)
 
 
 def why_recorded() -> str | None:
@@ -208,7 +216,7 @@ def code_in(
     model: nn.Module,
     decoder: Any,
     head: nn.Module | None = None,
-    outer: Iterable[nn.Module] = (),
+    outer: Sequence[nn.Module] = (),
     hooks: Iterable[Any] | None = None,
     besides: nn.Module | None = None,
 ) -> OtherCode:
@@ -224,7 +232,7 @@ def code_in(
     This runs in every pass, so it calls nothing of Python for a module.
     """
     roots = [decoder] if head is None else [decoder, head]
-    inner = [each for root in roots for each in modules_in(root)]
+    inner = [each for root in roots for each in _modules_in(root)]
     beyond = set() if besides is None else {*besides.modules()}
     reached = [each for each in (*outer, *inner) if each not in beyond]
     hooked = [
@@ -258,17 +266,34 @@ def code_in(
         vars(each)[name] for kind in {*map(type, reached)} for each in kind.__mro__ for name in CALLED & {*vars(each)}
     ]
     state = (
-        *map(id, [*reached, *map(type, reached)]),
+        *map(ref, (*outer, *inner)),
+        *map(id, map(type, (*outer, *inner))),
         *map(ref, functions),
         *map(_identity, [experts, *of_classes, *placed]),
         frozenset(_origin(each) for _, those in hooked for each in _functions(*those)),
         *(f"{getattr(each, ADAPTERS)} {each.disable_adapters}" for each in inner if hasattr(type(each), ADAPTERS)),
         *(each.extra_repr() for each in found),
         *[value for value in held if type(value) in SETTINGS],
+        *[each.__dict__.get(CHUNKS) for each in inner],
         *(repr(getattr(each, "__dict__", None)) for each in configs.values()),
     )
     own = KNOWN.union(each.__module__.partition(".")[0] for each in type(model).__mro__)
     return OtherCode(roots, reached, hooked, found, placed, functions, experts, own, kinds, state)
+
+
+def _modules_in(root: nn.Module) -> list[nn.Module]:
+    """List a module and those inside, except parametrizations, which get weights and no tokens.
+
+    Faster than `nn.Module.modules`, which calls Python for each.
+    """
+    found: list[nn.Module] = []
+    level = [root]
+    while level:
+        found += level
+        inner = [module._modules for module in level if module._modules]
+        children = chain.from_iterable([named.values() for named in inner])
+        level = [child for child in children if child is not None and type(child) is not ParametrizationList]
+    return found
 
 
 def _identity(value: object) -> Hashable:

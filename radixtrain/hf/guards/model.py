@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from math import isfinite
 from statistics import median
 from threading import RLock, get_ident
@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from radixtrain.collators.misuse_guard import is_instance_by_name
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.attention_interface import RadixCall, take_over
-from radixtrain.hf.backbone import mixers_of, num_attention_layers, text_decoder_of, text_layers
+from radixtrain.hf.backbone import Parts, mixers_of, num_attention_layers, text_decoder_of, text_layers
 from radixtrain.hf.guards.code import ADAPTERS, code_in, why_recorded
 from radixtrain.hf.guards.draws import (
     generator_states,
@@ -47,6 +47,7 @@ from radixtrain.hf.guards.draws import (
     set_generator_states,
     without_dropout,
 )
+from radixtrain.hf.guards.rules import EntryPoint, why_unsupported
 from radixtrain.hf.progress import running
 from radixtrain.hf.recurrent import arguments_by_name, each_tensor, run_on_tree
 from radixtrain.hf.windows import chunk_of, no_mask, window_may_bind
@@ -72,85 +73,114 @@ FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataPa
 
 @dataclass(eq=False)
 class Verdict:
-    """What is known of a model in one state.
+    """What is known of a model in one state: of its modules, their code and settings, and how a pass computes.
 
-    reason: what it computes differently on unique tokens; None if nothing. forks: whether the states of its recurrent
-        layers may fork.
-    other_code: what is not its own; empty if nothing. shapes: rows and tokens in each that have been tried.
+    reason: why it is not shared; None if nothing is known.
+    name: of what is tried, for a reason: code that is not the model's own, or the model. is_own: whether it is that.
+    num_layers: decoder layers that attend, each of which must run tree attention; None if their list has another length
+        than the configuration says.
+    mixers: modules with a recurrent state, each of which must run on the tree: their ids and classes. forks: whether
+        their states may fork.
+    shapes: rows and tokens in each that have been tried. drew: whether a pass has moved a generator. OPT draws numbers
+        that change nothing while its layerdrop is 0.
+    left_padding, separates: of padded batches, found when the first one needs it (`padded/sharing.py`).
     """
 
     reason: str | None
+    name: str = ""
+    is_own: bool = True
+    num_layers: int | None = None
+    mixers: dict[int, str] = field(default_factory=dict)
     forks: bool = False
-    other_code: str = ""
     shapes: list[Sequence[int]] = field(default_factory=list)
+    drew: bool = False
+    left_padding: tuple[str | None, str | None] | None = None
+    separates: bool | None = None
 
-    def covers(self, shape: Sequence[int]) -> bool:
-        """Return whether rows of this shape need no trial: only code that is not the model's own needs long ones."""
-        return not self.other_code or any(shape[0] <= rows and shape[1] <= length for rows, length in self.shapes)
+    def why_not(
+        self,
+        backbone: Any,
+        head: Any = None,
+        allowed: Collection[str] = (),
+        shape: Sequence[int] = ROWS.shape,
+    ) -> str | None:
+        """Say why the model, in the state in which it is now, is not shared; None if it is. Tries it if it has to.
 
-    def note(self, decoder: nn.Module, reason: str | None, shape: Sequence[int]) -> None:
+        backbone: runs, as far as it gets unique tokens. head: computes logits from their hidden states; None if it gets
+            every token at its place. allowed: as `allow_dropout` of `share_prefixes`. shape: rows and tokens in each.
+        """
+        if self.drew and number_that_draws(text_decoder_of(backbone), allowed)[0]:  # a layer that is left out seldom
+            return f"{type(text_decoder_of(backbone)).__name__} {DRAWS}"  # does not show in a trial
+        gradients = torch.is_grad_enabled()
+        with _trying, torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            if self.reason is None and not self.shapes:
+                reason, self.forks = _first_tried(backbone, head, allowed, self.drew, self.is_own)
+                self._note(reason, ROWS.shape)
+            is_long = not any(shape[0] <= rows and shape[1] <= length for rows, length in self.shapes)
+            if self.reason is None and is_long and not self.is_own:
+                places = torch.arange(shape[1], device="cpu")
+                own = torch.arange(shape[0], device="cpu")[:, None] * (places >= shape[1] // 2)
+                ids = (places + own) % 7 + 1
+                with torch.no_grad():  # and without a head, whose logits would take much memory
+                    self._note(_tried(backbone, None, allowed, ids), shape)
+        return self.reason
+
+    @cached_property
+    def if_drawn(self) -> Verdict:
+        """Return what is known of the model if a pass has moved a generator."""
+        return Verdict(None, self.name, self.is_own, drew=True)
+
+    def _note(self, reason: str | None, shape: Sequence[int]) -> None:
         """Add what a trial of rows of this shape has found."""
-        self.reason = reason and f"{self.other_code or type(decoder).__name__} {reason}"
+        self.reason = reason and f"{self.name} {reason}"
         self.shapes.append(shape)
 
 
 _judged: WeakKeyDictionary[nn.Module, dict[Hashable, Verdict]] = WeakKeyDictionary()  # of a decoder, by its state
 
 
-def verdict_of(
-    model: nn.Module,
-    backbone: Any,
+def look(
+    parts: Parts,
     head: Any = None,
     *,
+    rules: EntryPoint | None = None,
     allowed: Collection[str] = (),
-    drew: bool = False,
-    shape: Sequence[int] = ROWS.shape,
     **reached: Any,
 ) -> Verdict:
-    """Return whether a model computes the same on unique tokens.
+    """Look at a model before a call is planned, and return what is known of it in its present state.
 
-    model: around the backbone. head: computes logits from hidden states of unique tokens; None if it gets every token
-        at its place.
-    allowed: as `allow_dropout` of `share_prefixes`.
-    drew: whether a pass moved a generator. OPT draws numbers that change nothing while its layerdrop is 0.
-    shape: rows and tokens in each, of the padded batch. reached: what else gets unique tokens, as `code_in` takes it.
+    head: as `Verdict.why_not` takes it. rules: those that apply if the model has changed; None without any.
+    allowed: as `allow_dropout` of `share_prefixes`. reached: what else gets unique tokens, as `code_in` takes it.
 
-    A model is tried once in each mode and dtype, with and without gradients, and again when its modules, hooks,
-    functions or settings have changed. One with code that is not its own is tried again when more or longer rows come.
-    Every other call costs one look at its modules (`code_in`). If the weights are spread over processes, nothing is
-    tried: then the rules decide, code that is not the model's own is refused, and recurrent layers compute whole
-    sequences.
+    A model has one verdict in each mode and dtype, with and without gradients, and another one when its modules, hooks,
+    functions or settings have changed, to which the rules apply again. It is tried once for each. One with code that is
+    not its own is tried again when more or longer rows come. Every other call costs one look at its modules
+    (`code_in`). If the weights are spread over processes, nothing is tried: then the rules decide, code that is not the
+    model's own is refused, and recurrent layers compute whole sequences.
     """
-    decoder = text_decoder_of(backbone)
-    if drew and number_that_draws(decoder, allowed)[0]:  # a layer that is left out seldom does not show in a trial
-        return Verdict(f"{type(decoder).__name__} {DRAWS}")
-    code = code_in(model, decoder, head, **reached)
-    other = why_recorded() or take_over(decoder.config, code.kinds)
-    if other is not None:
+    decoder = parts.decoder
+    code = code_in(parts.base, decoder, head, **reached)
+    if (other := why_recorded() or take_over(decoder.config, code.kinds)) is not None:
         return Verdict(other)
-    key = code.state, backbone is decoder, _arithmetic(decoder), *allowed, drew
-    gradients = torch.is_grad_enabled()
-    with _trying, torch.inference_mode(False), torch.set_grad_enabled(gradients):
+    key: Any = code.state, type(parts.base), rules, _arithmetic(decoder), *allowed
+    with _trying:
         known = _judged.setdefault(decoder, {})
         if len(known) > MAX_STATES:
             known.clear()
         if key not in known:
-            known[key] = Verdict(code.refused, other_code=code.tried)
-        verdict = known[key]
-        if verdict.reason is None and not verdict.shapes:
-            reason, verdict.forks = _first_tried(backbone, head, allowed, drew, verdict.other_code)
-            verdict.note(decoder, reason, ROWS.shape)
-        if verdict.reason is None and not verdict.covers(shape):
-            places = torch.arange(shape[1], device="cpu")
-            own = torch.arange(shape[0], device="cpu")[:, None] * (places >= shape[1] // 2)
-            ids = (places + own) % 7 + 1
-            with torch.no_grad():  # and without a head, whose logits would take much memory
-                verdict.note(decoder, _tried(backbone, None, allowed, ids), shape)
-    return verdict
+            mixers = mixers_of(decoder).values()
+            reason = why_unsupported(parts, rules) if rules else None
+            if rules and any("forward" not in vars(mixer) for mixer in mixers):  # `install_mixers` replaces each
+                reason = f"{parts.name} has got further recurrent layers; call share_prefixes again"
+            num_layers = num_attention_layers(decoder) if text_layers(decoder) else None
+            of_mixers = {id(mixer): type(mixer).__name__ for mixer in mixers}
+            name = code.tried or type(decoder).__name__
+            known[key] = Verdict(reason or code.refused, name, not code.tried, num_layers, of_mixers)
+        return known[key]
 
 
 def _first_tried(
-    backbone: Any, head: Any, allowed: Collection[str], drew: bool, other_code: str
+    backbone: Any, head: Any, allowed: Collection[str], drew: bool, is_own: bool
 ) -> tuple[str | None, bool]:
     """Try a model on a few rows: with states that fork, if it has any, and then without.
 
@@ -160,7 +190,7 @@ def _first_tried(
     has_states = bool(mixers_of(decoder))
     if not _is_whole(decoder):
         not_whole = "the weights are not whole in this process"
-        reason = f"cannot be tried: {not_whole}" if other_code else None
+        reason = None if is_own else f"cannot be tried: {not_whole}"
         why_whole: str | None = f"{not_whole}, so forks cannot be tried"
     else:
         given = backbone, head, allowed, ROWS, drew
@@ -168,7 +198,7 @@ def _first_tried(
         if has_states and why_whole is None:
             return None, True
         reason = _tried(*given)
-        if reason == DRAWS and not (other_code or drew):
+        if reason == DRAWS and is_own and not drew:
             reason = None  # the call itself will show it, and is refused with the number
     if has_states and reason is None:
         name = type(decoder).__name__
@@ -182,10 +212,32 @@ def _arithmetic(decoder: Any) -> Hashable:
     return weight.dtype, weight.device, torch.is_autocast_enabled(weight.device.type), torch.is_grad_enabled()
 
 
-def forget_verdicts(decoder: Any) -> None:
-    """Try a decoder again at its next call: it has changed."""
-    with _trying:
-        _judged.pop(decoder, None)
+def what_is_wrong(backbone: Any, trial: Callable[[Callable[[Tensor, Tensor], bool]], str | None]) -> str | None:
+    """Return what a trial of something before the text decoder finds, once in each state of the code.
+
+    trial: computes, and says what is wrong; None if nothing. It gets a function that compares tensors up to rounding.
+
+    Runs without gradients and leaves no trace. If the weights are spread over processes, nothing is tried.
+    """
+    decoder = text_decoder_of(backbone)
+    state = code_in(backbone, backbone, besides=decoder).state
+    with _trying, torch.inference_mode(False), torch.no_grad():
+        known, key = _judged.setdefault(decoder, {}), (state, _arithmetic(decoder))
+        if key not in known:
+            known[key] = Verdict(_wrong_by(trial, backbone))
+        return known[key].reason
+
+
+def _wrong_by(trial: Callable[[Callable[[Tensor, Tensor], bool]], str | None], backbone: Any) -> str | None:
+    if not _is_whole(backbone):
+        return "the weights are not whole in this process"
+    with _without_trace(backbone, ()), _as_it_was(backbone), running.during(None):
+        try:
+            return trial(lambda one, other: _are_alike(_bar(backbone, one), one, other))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # by code of any kind
+            return f"it cannot be tried ({type(error).__name__}: {first_line(error)})"
 
 
 class _Pass(NamedTuple):

@@ -21,7 +21,6 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from radixtrain.collators.misuse_guard import is_called_by
 from radixtrain.hf.attention_interface import OPTIONS
 from radixtrain.hf.backbone import CACHE
-from radixtrain.hf.guards.code import why_recorded
 from radixtrain.hf.guards.draws import evaluating
 from radixtrain.hf.guards.rules import limit_of, scaled_from
 from radixtrain.hf.padded.places import PaddedIds
@@ -58,7 +57,7 @@ def why_unshared(call: Upstream, generates: bool) -> str | None:
         or _why_shape(call.given["input_ids"])
         or _why_outputs(call.decoder.config, call.given)
         or _why_other_inputs(call)
-        or _why_state(call)
+        or _why_replica(call)
     )
 
 
@@ -154,10 +153,9 @@ def _is_option(value: object) -> bool:
     return value is None or isinstance(value, Number | str | np.generic | torch.dtype | torch.device)
 
 
-def _why_state(call: Upstream) -> str | None:
-    if getattr(call.backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
-        return "torch.nn.DataParallel runs copies of the model"
-    return why_recorded()
+def _why_replica(call: Upstream) -> str | None:
+    is_replica = getattr(call.backbone, "_is_replica", False)  # torch sets it on the copies of DataParallel
+    return "torch.nn.DataParallel runs copies of the model" if is_replica else None
 
 
 def is_generating() -> bool:

@@ -15,7 +15,7 @@ The gradient of equal tokens arrives at the first of them, as one sum. So no one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -61,8 +61,7 @@ class Causes:
     call: of the backbone. given: the arguments of the decoder, by name.
     per_token: those with an entry for each token, (B, L, ...). requests: masks that wait, by the layers they are for.
     planes: numbers for each place of the batch, (B, L), int64, by what they are. batch: of the ids.
-    axes: positions, (A, T), int64; None if they have one axis. windows: what each of the `requests` lets its layers
-        see: how many tokens, itself included (0 for all), and whether images attend in both directions.
+    axes: positions, (A, T), int64; None if they have one axis.
     """
 
     call: Upstream
@@ -72,7 +71,6 @@ class Causes:
     planes: dict[str, IntArray]
     batch: PaddedIds
     axes: IntArray | None
-    windows: dict[str, tuple[int, bool]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, call: Upstream, given: Mapping[str, Any]) -> Causes:
@@ -164,17 +162,17 @@ class Causes:
         links[:, :-1] &= attended[:, 1:]
         return links
 
-    def read_windows(self) -> None:
-        """Read what each of the waiting masks lets its layers see. Raises NotShared for what tree attention has not."""
-        for layers, request in self.requests.items():
-            both_ways, is_changed = bool(self._links(layers).any()), request.options.get("use_vmap")
-            if both_ways or is_changed:
-                window = self._proved_window(request)
-            elif self.batch.is_packed:  # of its own sequence only
-                window = request.options.get("local_size") or 0
-            else:
-                window = request.window(int(lengths_of(self.batch.cu_seqlens).max()))
-            self.windows[layers] = window, both_ways
+    def _seen(self, layers: str, request: MaskRequest) -> tuple[int, bool]:
+        """Return how many tokens a mask lets its layers see, 0 for all, and whether images attend in both directions.
+
+        Raises NotShared for what tree attention has not.
+        """
+        both_ways, is_changed = bool(self._links(layers).any()), request.options.get("use_vmap")
+        if both_ways or is_changed:
+            return self._proved_window(request), both_ways
+        if self.batch.is_packed:  # of its own sequence only
+            return request.options.get("local_size") or 0, both_ways
+        return request.window(int(lengths_of(self.batch.cu_seqlens).max())), both_ways
 
     def _proved_window(self, request: MaskRequest) -> int:
         """Return the window of layers whose mask is the causal one with blocks, 0 without any. Waits for the device."""
@@ -257,7 +255,9 @@ class Causes:
 
     def masks_for(self, call: Any) -> Any:
         """Return the masks for which layers waited, in the form in which the backbone asked for them."""
-        made = {layers: answered(call, *self.windows[layers], self.device) for layers in self.requests}
+        made = {
+            layers: answered(call, *self._seen(layers, each), self.device) for layers, each in self.requests.items()
+        }
         return made if isinstance(self.given["attention_mask"], dict) else next(iter(made.values()))
 
 

@@ -2,10 +2,14 @@
 
 A function of each row (the head, a scale, a cast, a softmax) is computed on the rows of the table, and a view of the
 batch is a view of `place_rows`. Cross-entropy, and the log-probability of a label, are one number for each place.
+
+Functions of other libraries that have the head and the loss in one are replaced in the modules that call them. TRL's
+log-probabilities are computed once for equal rows and labels; Liger's loss gets every place.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
@@ -16,6 +20,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from radixtrain.hf.padded.places import check_gradient_at, refuse_counted
+from radixtrain.hf.token_losses import for_token_loss
+from radixtrain.kernels.rows import gather_rows
 from radixtrain.loss import logits_cross_entropy, logits_logprobs
 
 if TYPE_CHECKING:
@@ -179,3 +185,60 @@ RULES: dict[Any, Rule] = {
     functional.linear: _linear,
     functional.cross_entropy: _cross_entropy,
 }
+
+
+class FusedHead:
+    """Replaces a head and its loss in one autograd function of another library, to which torch gives whole tensors.
+
+    It takes hidden rows, the matrix of the head and labels, and is known to be a loss over tokens.
+    """
+
+    def __init__(self, ordinary: Any):
+        self.ordinary = ordinary
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ordinary, name)
+
+    def apply(self, hidden: Tensor, *others: Any) -> Any:
+        return self.ordinary.apply(for_token_loss(hidden), *others)
+
+
+class LogProbs(FusedHead):
+    """Scores each pair of a row and a label once. Without Triton TRL scores every place of the batch."""
+
+    def apply(self, hidden: Any, *others: Any) -> Any:
+        if not hasattr(hidden, "place_rows") or not hidden.is_lazy:
+            return super().apply(hidden, *others)
+        weight, bias, labels, *options = others
+        vocab_size = len(weight)
+        kinds = labels.clamp(-1, vocab_size) + 1  # TRL has a number for "not a token", too
+        pairs, back = (hidden.rows * (vocab_size + 2) + kinds).unique(return_inverse=True)
+        rows, labels = gather_rows(hidden.table, pairs // (vocab_size + 2)), pairs % (vocab_size + 2) - 1
+        hidden.report.count_head(len(back), len(pairs))
+        hidden.mark_read()
+        found = self.ordinary.apply(rows, weight, bias, labels, *options)
+        return tuple(None if each is None else _placed(hidden, each, back) for each in found)
+
+
+def _placed(hidden: SpreadRows, values: Tensor, back: Tensor) -> Tensor:
+    if not values.is_floating_point():
+        return values[back]
+    placed = gather_rows(values, back)
+    check_gradient_at(hidden.padding, placed)
+    return placed
+
+
+LIGER = "LigerFusedLinearCrossEntropyFunction"
+HEADS = (
+    ("trl.trainer.utils", "_ChunkedLogProbFunction", LogProbs),
+    ("liger_kernel.transformers.functional", LIGER, FusedHead),
+    ("liger_kernel.transformers.fused_linear_cross_entropy", LIGER, FusedHead),
+)
+
+
+def share_fused_heads() -> None:
+    """Replace each function whose library has been imported by a `FusedHead`."""
+    for module, name, fused_head in HEADS:
+        ordinary = getattr(sys.modules.get(module), name, None)
+        if ordinary is not None and not isinstance(ordinary, FusedHead):
+            setattr(sys.modules[module], name, fused_head(ordinary))

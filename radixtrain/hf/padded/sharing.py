@@ -13,10 +13,10 @@ from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import arguments_of, is_cache, text_decoder_of, why_padding_leaks, with_rows
+from radixtrain.hf.backbone import Parts, arguments_of, is_cache, text_decoder_of, why_padding_leaks, with_rows
 from radixtrain.hf.guards.batch import Options
 from radixtrain.hf.guards.code import hooks_between_ours
-from radixtrain.hf.guards.model import verdict_of
+from radixtrain.hf.guards.model import Verdict, look
 from radixtrain.hf.guards.rules import why_padding_matters
 from radixtrain.hf.padded.calls import (
     is_compiled,
@@ -26,8 +26,8 @@ from radixtrain.hf.padded.calls import (
     why_unshared,
 )
 from radixtrain.hf.padded.causes import Causes, NotShared
-from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.places import NO_ROW, Places
+from radixtrain.hf.padded.row_functions import share_fused_heads
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.progress import Upstream
 from radixtrain.hf.sharing_report import SharingReport
@@ -45,111 +45,97 @@ class PaddedSharing:
     """Runs padded calls of one backbone on their unique tokens.
 
     generates: whether the model can generate, with a cache.
-    separates: whether the model separates the sequences of a packed row; None until such a row comes.
-    left_padding: why rows with padding on the left cannot be shared, in any case and without position_ids; None until
-        such a row comes.
     leaves_refused: whether a call that would be refused, as for a dropout that draws, runs unshared instead.
     """
 
     options: Options
     generates: bool
     report: SharingReport
-    separates: bool | None = None
-    left_padding: tuple[str | None, str | None] | None = None
     leaves_refused: bool = False
 
     def begin(
-        self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], why_not: str | None
+        self, model: PreTrainedModel, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Upstream | None:
         """Return a call of the backbone that its decoder may share; None, and the reason counted, for any other.
 
-        args, kwargs: of the backbone. why_not: a reason that is known of the model.
+        model: around the backbone. args, kwargs: of the backbone.
         """
-        call = Upstream(backbone, text_decoder_of(backbone), arguments_of(backbone, args, kwargs))
-        reason = why_not or why_unshared(call, self.generates)
+        decoder = text_decoder_of(backbone)
+        call = Upstream(backbone, decoder, arguments_of(backbone, args, kwargs))
+        reason = why_unshared(call, self.generates)
+        if reason is None:
+            call.verdict = look(  # before the backbone makes masks, for which attention has to be taken over
+                Parts(model, backbone, decoder),
+                rules="share_prefixes",
+                allowed=self.options.allow_dropout,
+                hooks=hooks_between_ours(decoder),
+                besides=None if backbone is decoder else backbone.get_input_embeddings(),  # which the backbone calls
+            )
+            reason = call.verdict.reason
         if reason is None:
             return call
         self.report.count_unshared(reason)
         return None
 
-    def arguments(
-        self, model: PreTrainedModel, call: Upstream, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> dict[str, Any] | None:
+    def arguments(self, call: Upstream, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the arguments by which the decoder computes unique tokens; None, and the reason counted, if it cannot.
 
-        model: around the backbone. args, kwargs: of the decoder.
+        args, kwargs: of the decoder.
         """
         call.is_over = True
         began = time.perf_counter()
         try:
-            given = self._planned(model, call, arguments_of(call.decoder, args, kwargs))
+            given = self._planned(call, arguments_of(call.decoder, args, kwargs))
         except NotShared as reason:
             self.report.count_unshared(str(reason))
             return None
         finally:
             self.report.plan_seconds += time.perf_counter() - began
-        self._count(given["radix_call"])
+        self._count(given["radix_call"], call)
         return given
 
-    def _planned(self, model: PreTrainedModel, upstream: Upstream, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _planned(self, upstream: Upstream, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the shared call. Raises NotShared if there is none. given: of the decoder."""
-        decoder, options = upstream.decoder, self.options
+        decoder, verdict, options = upstream.decoder, upstream.verdict, self.options
         causes = Causes.read(upstream, given)
         batch, device = causes.batch, causes.device
         _refuse(why_batch_is_not_shared(upstream, batch))
         if batch.is_left_padded:
-            _refuse(self._why_left_padding_matters(decoder, batch.position_ids is not None))
+            _refuse(_why_left_padding_matters(decoder, verdict, batch.position_ids is not None))
         if batch.is_packed:
-            if self.separates is None:
-                self.separates = separates_packed_sequences(upstream.backbone, upstream.given["input_ids"].device)
-            if not self.separates:
+            if verdict.separates is None:
+                verdict.separates = separates_packed_sequences(upstream.backbone, upstream.given["input_ids"].device)
+            if not verdict.separates:
                 raise NotShared("a row has several sequences, and this model does not separate them")
-        causes.read_windows()
         shortest = {"min_shared_tokens": options.min_shared_tokens}
         plan = build_prefix_plan(causes.codes, batch.cu_seqlens, batch.attended_positions, **shortest)
         if batch.attended.size < options.min_ratio * plan.num_rows:
             raise NotShared(f"less than min_ratio = {options.min_ratio} to save")
         causes.check_bits(plan)
-        shape, allowed = upstream.given["input_ids"].shape, options.allow_dropout
-        embedding = None if upstream.backbone is decoder else upstream.backbone.get_input_embeddings()
-        verdict = verdict_of(
-            model,
-            decoder,
-            allowed=allowed,
-            shape=shape,
-            hooks=hooks_between_ours(decoder),
-            besides=embedding,  # which the backbone calls
-        )
-        _refuse(verdict.reason)
+        shape = upstream.given["input_ids"].shape
+        _refuse(verdict.why_not(decoder, allowed=options.allow_dropout, shape=shape))
         layout = TreeLayout.from_plan(plan, causes.block_of_row(plan)).to(device, non_blocking=True)
         may_bind = bool(causes.requests) or window_may_bind(decoder.config, layout.max_seqlen)
         places = batch.places(plan.inverse_indices, plan.num_rows)
-        call = RadixCall(layout, None, options.attention, options.kernel, may_bind, places=places)
+        call = RadixCall(layout, None, options.attention, options.kernel, may_bind, places, verdict)
         call.misses_cache = option("use_cache", decoder.config, upstream.given)
-        call.pictures, call.forks = upstream.pictures, verdict.forks
         mask = causes.masks_for(call) if causes.requests else no_mask(may_bind, device, call)
         arguments = causes.of_unique_tokens(plan)
         return {**arguments, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
-    def _why_left_padding_matters(self, decoder: PreTrainedModel, has_positions: bool) -> str | None:
-        """Say why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""
-        if self.left_padding is None:
-            self.left_padding = why_padding_leaks(decoder), why_padding_matters(decoder)
-        leaks, matters = self.left_padding
-        return leaks or (f"left padding without position_ids, and {matters}" if matters and not has_positions else None)
-
-    def _count(self, call: RadixCall) -> None:
+    def _count(self, call: RadixCall, upstream: Upstream) -> None:
         """Count a call that runs on unique tokens."""
         assert call.places is not None
-        if call.pictures is not None:
-            self.report.num_images += call.pictures.num_pictures
-            self.report.num_distinct_images += call.pictures.num_distinct
+        if upstream.pictures is not None:
+            self.report.num_images += upstream.pictures.num_pictures
+            self.report.num_distinct_images += upstream.pictures.num_distinct
+            self.report.why_every_image = upstream.pictures.why_every or self.report.why_every_image
         self.report.num_shared += 1
         self.report.count_tokens(call.places.rows.size, call.places.num_tokens, call.layout.num_rows)
 
     @torch.compiler.disable  # the indices are new in every call
     @saying_what_was_tested()
-    def outputs(self, model: PreTrainedModel, output: Any, call: RadixCall) -> Any:
+    def outputs(self, output: Any, call: RadixCall) -> Any:
         """Put the hidden states of the backbone's output, (1, U, D), back in (B, L, D)."""
         places = call.places
         assert places is not None
@@ -187,6 +173,14 @@ class PaddedSharing:
                 f"batch are not known; leave it out, or call restore_model(model)"
             )
         return self._at_places(state[0], places).whole()
+
+
+def _why_left_padding_matters(decoder: PreTrainedModel, verdict: Verdict, has_positions: bool) -> str | None:
+    """Say why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""
+    if verdict.left_padding is None:
+        verdict.left_padding = why_padding_leaks(decoder), why_padding_matters(decoder)
+    leaks, matters = verdict.left_padding
+    return leaks or (f"left padding without position_ids, and {matters}" if matters and not has_positions else None)
 
 
 def _refuse(reason: str | None) -> None:

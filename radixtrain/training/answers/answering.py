@@ -5,6 +5,7 @@ With several ranks, each answers a share of the prompts, and all receive all ans
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from radixtrain.tree.sorting import sort_sequences
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 SECTION = "evaluate_generation"
 # Prompts at once by default, and tokens that they and their answers may store: most are shorter than the limit.
 MAX_BATCH, STORED_TOKENS, EXPECTED_ANSWER = 256, 65_536, 1_024
@@ -98,8 +100,11 @@ def check_answering(
             raise UserError(f"unknown option {name!r}{did_you_mean(name, GenerationConfig().to_dict())}")
         check_arguments(model, None, fields_of_config(options, tokenizer, model, prompts))
         longest = max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens - 1  # all but the last
-        if not _is_recurrent(model):
-            with generating(model, parts_of(model), longest):
+        parts = parts_of(model)
+        if _is_recurrent(model):
+            logger.warning("%s computes each prompt whole: states of recurrent layers are not stored", parts.name)
+        else:
+            with generating(model, parts, longest):
                 return
     except (TypeError, ValueError) as error:
         raise UserError(f"{SECTION}: {error}") from None

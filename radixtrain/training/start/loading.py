@@ -21,8 +21,7 @@ from transformers import (
 )
 
 from radixtrain.errors import UserError, did_you_mean, first_line
-from radixtrain.hf.activation_checkpointing import recompute
-from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.backbone import parts_of, recompute
 from radixtrain.hf.config import (
     MODEL_JSON,
     MODEL_NAMES,
@@ -34,6 +33,7 @@ from radixtrain.hf.config import (
 )
 from radixtrain.hf.guards.batch import check_not_shared, check_only_cross_entropy, check_soft_cap
 from radixtrain.hf.guards.draws import number_that_draws
+from radixtrain.hf.guards.rules import Limit, limit_of, positions_in_table
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable, with_plain_weights
 from radixtrain.hf.share import check_takes_collated, share_prefixes
 from radixtrain.screen import logged_from
@@ -60,13 +60,44 @@ def load_trainable(settings: ModelSettings) -> Any:
     )
     check_weights_finite(model, f"model.model_name_or_path {settings.model_name_or_path!r}")
     check_quantized(model, settings)
-    model = with_training_options(model, settings)
+    model = _shared(with_training_options(model, settings), settings)
+    logger.info("%s, %s parameters", type(model).__name__, f"{num_parameters(model)[0]:,}")
+    return model.train()
+
+
+def _shared(model: Any, settings: ModelSettings) -> Any:
+    """Share the model, unless `dedup` is off. Raises UserError if it cannot be."""
     if settings.dedup:
         allowed = settings.allow_dropout or ()
         check_takes_collated(model)
         share_prefixes(model, attention=settings.attention, kernel=settings.kernel, allow_dropout=allowed)
-    logger.info("%s, %s parameters", type(model).__name__, f"{num_parameters(model)[0]:,}")
-    return model.train()
+    return model
+
+
+def check_trainable(settings: ModelSettings, num_layers: int, longest: int) -> None:
+    """Raise UserError as `fit` does before its first step, for what the configuration of the model shows.
+
+    num_layers: of the model. Nothing is allocated for its weights. longest: as for `check_length`.
+    """
+    model = _shared(random_trainable(settings, num_layers, torch.device("meta")), settings)
+    check_length(model, settings, longest)
+    check_draws(model, settings)
+
+
+def check_length(model: nn.Module, settings: ModelSettings, longest: int) -> None:
+    """Refuse rows that reach further than a table of positions, or than what a shared model computes exactly.
+
+    longest: tokens of the longest sequence.
+    """
+    parts = parts_of(model)
+    limit, table = limit_of(parts.decoder, longest, longest - 1), positions_in_table(parts.decoder)
+    if limit is None or not settings.dedup:
+        limit = Limit(f"a table of {table} positions", table) if table and longest > table else None
+    if limit is not None:
+        raise UserError(
+            f"{parts.name} has {limit.reason}, and the longest sequence has {longest:,} tokens; set data.max_length "
+            f"to {limit.tokens} or less"
+        )
 
 
 def check_draws(model: nn.Module, settings: ModelSettings) -> None:
@@ -76,22 +107,29 @@ def check_draws(model: nn.Module, settings: ModelSettings) -> None:
     """
     if not settings.dedup:
         return
-    parts = parts_of(model)
+    parts, allowed, numbers = parts_of(model), [*(settings.allow_dropout or ())], []
     for root in (parts.decoder, parts.head):
-        number, name = number_that_draws(root, settings.allow_dropout or ())
-        if not number:
-            continue
-        is_lora = settings.use_peft and name == "lora_dropout"
-        where = f"model.lora_dropout is {settings.lora_dropout}" if is_lora else f"{parts.name} has {number}"
-        fix = "set it to 0" if is_lora else "set it to 0 in the config.json of the checkpoint"
-        raise UserError(
-            f"{where}: a shared token would draw once, but an ordinary batch draws once per copy; {fix}, or allow it: "
-            f"model.allow_dropout: [{name}]; or set dedup: false"
-        )
+        while any(found := number_that_draws(root, allowed)):
+            allowed.append(found[1])
+            numbers += [found[0]] if not settings.use_peft or found[1] != "lora_dropout" else []
+    if allowed == [*(settings.allow_dropout or ())]:
+        return
+    where, fix = f"model.lora_dropout is {settings.lora_dropout}", "set it to 0, or allow it"
+    if numbers:
+        where = f"{parts.name} has {', '.join(numbers)}"
+        fix = "set it to 0 in the config.json of the checkpoint, or allow it, unless it drops weights of the attention"
+    raise UserError(
+        f"{where}: a shared token would draw once, but an ordinary batch draws once per copy; {fix}: "
+        f"model.allow_dropout: [{', '.join(allowed)}]; or set dedup: false"
+    )
 
 
 def with_training_options(model: Any, settings: ModelSettings) -> Any:
-    """Add checkpointing and adapters as the settings say. Raises UserError for a loss besides the cross-entropy."""
+    """Add checkpointing and adapters as the settings say.
+
+    Raises UserError for a loss besides the cross-entropy, and for a soft-cap that its attention leaves out.
+    """
+    check_soft_cap(type(model).__name__, model.config.get_text_config(decoder=True))
     if model.dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch's grouped product of experts takes no float64
     if settings.activation_checkpointing:
@@ -120,7 +158,7 @@ def load_model(
                 model_name_or_path,
                 config=config,  # else an `_attn_implementation` in config.json overrides the one below
                 dtype=dtype,
-                attn_implementation=attn_implementation,
+                attn_implementation=_given(attn_implementation),
                 use_safetensors=True,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # otherwise transformers refuses them without naming one
@@ -130,18 +168,21 @@ def load_model(
     except Exception as error:  # a value of a wrong type in config.json may raise anything
         if explain(error, None):
             raise
-        reason = reason_of(error)
-        if attn_implementation == "sdpa" and "scaled_dot_product_attention" in str(error):
-            reason = "its class has no sdpa attention; set model.attn_implementation: eager"
-        raise UserError(f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {reason}") from None
+        raise UserError(
+            f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {reason_of(error)}"
+        ) from None
     _check_loaded(model, loaded, model_name_or_path)
-    check_soft_cap(type(model).__name__, model.config.get_text_config(decoder=True))
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         raise UserError(
             f"model.dtype {dtype!r}: the checkpoint is float16, which needs a loss scale; set it to bfloat16 or float32"
         )
     keep_trainable(model)
     return model
+
+
+def _given(attn_implementation: str) -> str | None:
+    """Return the attention for transformers; None is sdpa, or eager for a class that has no sdpa, such as gpt-oss."""
+    return None if attn_implementation == "auto" else attn_implementation
 
 
 def _check_loaded(model: object, loaded: Mapping[str, Any], model_name_or_path: str) -> None:
@@ -316,12 +357,14 @@ def random_trainable(settings: ModelSettings, num_layers: int, device: torch.dev
     check_attention_name(settings.attn_implementation)
     config = _cut(read_config(settings.model_name_or_path), num_layers)
     dtype = getattr(torch, settings.dtype) if settings.dtype != "auto" else config.dtype or torch.float32
-    options = {"dtype": dtype, "attn_implementation": settings.attn_implementation}
+    options = {"dtype": dtype, "attn_implementation": _given(settings.attn_implementation)}
     drawn_on = [device] if device.type == "cuda" else []  # the default is all GPUs of the machine, with a warning
     try:
         with torch.random.fork_rng(drawn_on), device:
             model = auto_class(settings.model_name_or_path).from_config(config, trust_remote_code=False, **options)
             return with_training_options(model, settings).train()
+    except UserError:  # of the settings
+        raise
     except (ValueError, ImportError, RuntimeError, IndexError, AttributeError) as error:
         reason = f"{type(config).__name__} cannot be made with {num_layers} layers: {first_line(error)}"
         raise UserError(f"model.model_name_or_path {settings.model_name_or_path!r}: {reason}") from error

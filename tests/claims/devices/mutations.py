@@ -108,7 +108,7 @@ def last_prediction_left_out() -> None:
 
     def changed(part: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         weights = part["radix"].loss_weights.clone()
-        weights[-1] = 0
+        weights[weights.nonzero()[-1:]] = 0  # after it stand ignored ones
         return with_radix(part, loss_weights=weights)
 
     _change_split(changed)

@@ -28,8 +28,8 @@ from radixtrain.errors import UserError
 from radixtrain.hf import sequence_parallel
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall, SplitModel
 from radixtrain.testing import relative_error
+from radixtrain.verification.equivalence import MEDIAN_FACTOR
 from radixtrain.verification.oracle import float64_throughout
-from radixtrain.verification.report import MEDIAN_FACTOR
 from tests.support import cases
 from tests.support.models import FAMILIES, MULTIMODAL, skip_if_it_fails_by_itself, tiny_qwen3
 from tests.support.processes import on_ranks
@@ -38,7 +38,7 @@ from tests.support.processes import on_ranks
 def assert_as_near(truth: list[Tensor], ordinary: list[Tensor], shared: list[Tensor]) -> None:
     """Assert that gradients in bfloat16 are as near to the truth in float64 as ordinary ones are.
 
-    Those of several steps or models: a single one has luck, of both signs (`radixtrain.verification.report`).
+    Those of several steps or models: a single one has luck, of both signs (`radixtrain.verification.equivalence`).
     """
     errors = [relative_error(one, exact) for one, exact in zip(ordinary, truth, strict=True)]
     assert min(errors) > 1e-3, f"not bfloat16: {errors}"

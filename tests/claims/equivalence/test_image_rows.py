@@ -128,11 +128,11 @@ OF_BLOCKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "blocks in parts": (causes, "_whole_blocks", lambda real, codes, blocks: np.minimum(blocks, 0)),
     "images of neighbouring rows are one": (
         layout,
-        "reversed_blocks",
+        "_reversed_blocks",
         lambda real, blocks: real(np.minimum(blocks, 0)),
     ),
     "without the last row": (
-        *(layout, "reversed_blocks"),
+        *(layout, "_reversed_blocks"),
         lambda real, blocks: real(np.where(blocks == np.roll(blocks, -1), blocks, -1)),
     ),
     "in every layer": (causes, "answered", lambda real, call, window, _, device: real(call, window, True, device)),

@@ -17,9 +17,8 @@ from radixtrain.kernels import merge_attention
 from radixtrain.kernels.cpu_loops import TorchCPUKernel
 from radixtrain.kernels.merge_attention import Route, route_forward
 from radixtrain.tree.radix_inputs import with_radix
-from radixtrain.verification.equivalence import verify_arms
-from radixtrain.verification.oracle import ordinary_padded
-from radixtrain.verification.report import EquivalenceReport
+from radixtrain.verification.equivalence import EquivalenceReport, verify_arms
+from radixtrain.verification.oracle import ordinary_padded, radix_batch
 from tests.claims.mistakes import assert_caught, forgotten_prompt, one_level, plant, plant_ends, returning, sibling_leak
 from tests.support.models import tiny_qwen3
 
@@ -96,7 +95,9 @@ MUTATED_BATCHES = [
 
 @pytest.mark.parametrize("mutate", MUTATED_BATCHES, ids=lambda mutate: mutate.__name__)
 def test_a_mutated_batch(mutate: Callable[..., Any]) -> None:
-    assert_caught(verdict(tiny_qwen3(), collator=lambda features: mutate(RadixCollator()(features))))
+    model, batch = tiny_qwen3(), mutate(RadixCollator()(FEATURES))
+    ordinary, radix = (lambda: ordinary_padded(model, FEATURES)), (lambda: radix_batch(model, batch))
+    assert_caught(verify_arms(model, FEATURES, ordinary, radix))
 
 
 @pytest.mark.parametrize("ends_of", [sibling_leak, forgotten_prompt, one_level], ids=lambda ends: ends.__name__)

@@ -15,11 +15,11 @@ import radixtrain.hf.recurrent
 import radixtrain.tree.layout
 import radixtrain.tree.runs
 from radixtrain import verify_equivalence
-from radixtrain.hf.guards.model import forget_verdicts
+from radixtrain.hf.guards import model as trial
 from radixtrain.hf.recurrent import ForkedStates
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunGroup, RunLayout, runs_of_segments
-from radixtrain.verification.report import EquivalenceReport
+from radixtrain.verification.equivalence import EquivalenceReport
 from tests.claims.equivalence.ways import with_runs
 from tests.claims.mistakes import assert_caught, plant
 from tests.support.models import NEEDS_FORKS, tiny_model
@@ -197,7 +197,7 @@ def test_mutated_states_are_not_even_used(
 ) -> None:
     """The trial of the model finds them, and its recurrent layers compute whole sequences."""
     plant(monkeypatch, *OF_STATES[name])
-    forget_verdicts(model.model)
+    trial._judged.clear()
     report = verdict(model, table)
     assert report.passed and report.conclusive, str(report)
     assert "computes every sequence from its first token on" in caplog.text

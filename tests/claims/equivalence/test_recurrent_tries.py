@@ -20,8 +20,8 @@ from radixtrain.testing import labelled_features
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import layout_of
 from radixtrain.tree.runs import GROUP_COST, MIN_SAVED, RunLayout, runs_of_segments
+from radixtrain.verification.equivalence import Rung
 from radixtrain.verification.oracle import Features, radix_batch
-from radixtrain.verification.report import Rung
 from tests.claims.equivalence.ways import set_checkpointing, with_runs
 from tests.support import cases, tries
 from tests.support.models import FAMILIES, NEEDS_FORKS

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from radixtrain import restore_model, share_prefixes
 from radixtrain.attention import EVERYWHERE
 from radixtrain.testing import labelled_features
-from radixtrain.verification.equivalence import compare_gradients
+from radixtrain.verification.equivalence import Rung, compare_gradients
 from radixtrain.verification.oracle import (
     Features,
     float64_truth,
@@ -26,7 +26,6 @@ from radixtrain.verification.oracle import (
     ordinary_one_by_one,
     ordinary_padded,
 )
-from radixtrain.verification.report import Rung
 from tests.claims.equivalence.ways import MODELS, build, set_checkpointing, ways
 from tests.support import FULL, TRIES
 
@@ -55,7 +54,7 @@ def test_rounding(dtype: torch.dtype, kind: str, print_after: Callable[[str, str
 
     one_try()
     row_by_row = rungs.pop(ROW_BY_ROW)
-    ordinary = max(max(rung.worst_ordinary, rung.worst.radix) for rung in row_by_row)
+    ordinary = max(max(rung.errors("ordinary")[-1], rung.worst.radix) for rung in row_by_row)
     for attention, tried in rungs.items():
         radix = max(rung.worst.radix for rung in tried)
         median = statistics.median(t.radix / t.ordinary for rung in tried for t in rung.alive)

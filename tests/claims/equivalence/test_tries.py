@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from radixtrain import restore_model
 from radixtrain.attention import EVERYWHERE
 from radixtrain.testing import labelled_features
+from radixtrain.verification.equivalence import Rung
 from radixtrain.verification.oracle import float64_truth
-from radixtrain.verification.report import Rung
 from tests.claims.equivalence.ways import MODELS, build, set_checkpointing, ways
 from tests.support import TRIES, cases
 from tests.support.steps import same_step

@@ -12,7 +12,7 @@ from torch import Tensor
 from radixtrain import RadixCollator
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.hf import attention_interface
-from radixtrain.hf.activation_checkpointing import recompute
+from radixtrain.hf.backbone import recompute
 from radixtrain.training.module import RadixModule
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.runs import RunLayout

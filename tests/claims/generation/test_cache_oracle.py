@@ -114,6 +114,7 @@ class Walk:
         for node in cache.nodes:
             assert node.parent is not None and node.parent.children[int(node.tokens[0])] is node
             path = path_of(node)
+            assert node.start == len(path) - len(node.tokens)
             assert node.rows == prefixes(path)[-len(node.tokens) :], "a wrong row"
             stored |= dict.fromkeys(node.rows, node.locks)
         assert stored.keys() == self.used.keys() and cache.num_tokens == len(stored)
@@ -148,11 +149,27 @@ def walk_that_forgets_the_time(real: Any, cache: RadixCache, ids: Any) -> Match:
     return match
 
 
+def evict_as_if_zero(name: str) -> Callable[..., int]:
+    """Evict by nodes of which something is 0 meanwhile."""
+
+    def evict(real: Any, cache: RadixCache, num_tokens: int) -> int:
+        before = {node: getattr(node, name) for node in cache.nodes}
+        for node in before:
+            setattr(node, name, 0)
+        freed: int = real(cache, num_tokens)
+        for node, value in before.items():
+            setattr(node, name, value)
+        return freed
+
+    return evict
+
+
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a split swaps its halves": (Node, "split", split_that_swaps_the_rows),
-    "inner nodes are evicted": (Node, "evictable", lambda real, node: node.parent is not None and not node.locks),
-    "locked leaves are evicted": (Node, "evictable", lambda real, node: node.parent and not node.children),
-    "a lookup is not a use": (RadixCache, "_walk", walk_that_forgets_the_time),
+    "inner nodes are evicted": (RadixCache, "evict", evict_as_if_zero("start")),
+    "locked leaves are evicted": (RadixCache, "evict", evict_as_if_zero("locks")),
+    "any leaf is evicted": (RadixCache, "evict", evict_as_if_zero("last_used")),
+    "a lookup is not a use": (RadixCache, "walk", walk_that_forgets_the_time),
 }
 
 

@@ -18,8 +18,8 @@ import torch
 
 from radixtrain import RadixCache
 from radixtrain.errors import UserError
+from radixtrain.verification.equivalence import TENSOR_FACTOR
 from radixtrain.verification.oracle import float64_throughout
-from radixtrain.verification.report import TENSOR_FACTOR
 from radixtrain.versions import transformers_is_before
 from tests.support import cases
 from tests.support.batches import answers_of, by_generate, generated, logits_by_the_model, with_pieces_of, worst_logit

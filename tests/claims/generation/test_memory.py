@@ -64,7 +64,7 @@ def test_a_shared_prompt_is_stored_once(
     a_token = bytes_of_a_token(model)
     assert theirs == PROMPTS * (SHARED + OWN + NEW - 1) * a_token
     ours = sum(held(model, prompts_of(PROMPTS)).values())
-    assert ours == (SHARED + PROMPTS * (OWN + SPARE)) * a_token, "columns of tails, and of answers"
+    assert ours == (SHARED + PROMPTS * (OWN - 1 + SPARE)) * a_token, "columns of tails, and of answers"
     print_after(
         "generation: bytes of keys and values",
         f"{PROMPTS} prompts that share {SHARED} of {SHARED + OWN} tokens: {ours:,} in use, DynamicCache {theirs:,}",

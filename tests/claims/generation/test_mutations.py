@@ -138,8 +138,8 @@ def window_off_by(by: int) -> Callable[..., Any]:
     return wrong
 
 
-def copy_too_short_windows(real: Any, tails: Any, device: Any, longest: int | None) -> Tails:
-    return real(tails, device, longest and longest - 1)  # type: ignore[no-any-return]
+def copy_too_short_windows(real: Any, tails: Any, device: Any, longest: int) -> Tails:
+    return real(tails, device, longest - 1)  # type: ignore[no-any-return]
 
 
 OF_PROMPTS, OF_ROWS = (prefill, "continued_attention"), (prompt_cache, "decoding_attention")

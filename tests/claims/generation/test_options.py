@@ -31,6 +31,7 @@ def raised(scores: torch.Tensor) -> torch.Tensor:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy, with end tokens": {**GREEDY, "eos_token_id": ENDS, "use_cache": False},
+    "a kind of cache": {**GREEDY, "cache_implementation": "dynamic"},
     "a generation_config": {"generation_config": GenerationConfig(max_new_tokens=7, do_sample=False, pad_token_id=0)},
     "the length of a row": {**GREEDY, "max_new_tokens": None, "max_length": 16},
     "no length but the model's": {**GREEDY, "max_new_tokens": None},
@@ -77,6 +78,15 @@ def test_as_model_generate(architecture: str, name: str) -> None:
         assert cache.num_tokens == 7 + 3, "prompts without their last tokens, of which the second shares all"
 
 
+def test_a_length_of_none_overrides_that_of_the_model() -> None:
+    """The window binds only after what the model's own setting allows."""
+    model = tiny_model("MistralForCausalLM").eval()
+    model.generation_config.max_new_tokens = 1
+    with float64_throughout(model), with_pieces_of(1):
+        expected, found = both(model, None, [[7, 8], [7, 9, 3], [4]], **LENGTH | GREEDY | {"max_new_tokens": None})
+    assert torch.equal(found, expected)
+
+
 def test_a_streamer_gets_every_token(model: Any) -> None:
     got: list[int] = []
 
@@ -89,6 +99,15 @@ def test_a_streamer_gets_every_token(model: Any) -> None:
 
     found = generate(model, **batch_of(PROMPTS[:1]), streamer=Streamer(), **GREEDY, **LENGTH)
     assert got == found[0].tolist()
+
+
+def test_a_processor_may_generate(model: Any) -> None:
+    def answer(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        generate(model, **batch_of(PROMPTS[:1]), **GREEDY, **LENGTH)
+        return scores
+
+    expected, found = both(model, None, PROMPTS[1:], logits_processor=[answer], **GREEDY, **LENGTH)
+    assert torch.equal(found, expected)
 
 
 def test_padding_is_inferred_as_by_model_generate(model: Any) -> None:
@@ -125,6 +144,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mask as lists": ({"attention_mask": [[1, 1, 1]] * 2}, "attention_mask: .*, got list"),
     "lists": ({"input_ids": [[1, 2]]}, r"input_ids: expected a tensor \(B, L\) of token ids.*, got list"),
     "one prompt": ({"input_ids": torch.tensor([1, 2])}, r"got torch.int64 \(2,\)"),
+    "a label": ({"input_ids": torch.tensor([[1, -100, 2]])}, r"token ids from 0 on, .*, got torch.int64 \(1, 3\)"),
+    "a mask of other numbers": ({"attention_mask": torch.tensor([[1, 1, 1], [2, 2, 1]])}, "0 and then 1"),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from radixtrain import share_prefixes, sharing_report
+from radixtrain import position_wise, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf.padded.causes import _of_pairs
 from radixtrain.hf.pictures import _distinct
@@ -21,6 +21,7 @@ from tests.support.models import tiny_model
 from tests.support.steps import in_float64
 from tests.support.trainers import same_call
 
+LLAVA = KINDS["LLaVA"]
 BAR = 1e-12
 IMAGES = {"image_outputs", "image_hidden_states", "image_pooler_output"}  # outputs; since 5.24, before that features
 BOTH_WAYS = ["Gemma 3", "Gemma 4, in both directions"]
@@ -113,18 +114,78 @@ def a_mean_of_all(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output - output.mean(0, keepdim=True)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-VL", "Idefics3", "Ovis 2"])
-def test_towers_that_compute_every_image(name: str) -> None:
-    """A hook on the module that makes features for the decoder, which reads other images. Ovis 2 puts other rows of
-    what its tower returns at further tokens.
-    """
-    kind = KINDS[name] if name in KINDS else of_family(name, squares(28, 4))
-    model = kind.build()
+@position_wise
+def a_little_of_the_mean(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output - 0.05 * output.mean(0, keepdim=True)
+
+
+@position_wise
+def attention(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """As if every picture were one sequence with the others."""
+    rows = output.flatten(0, -2)[None]
+    return output + nn.functional.scaled_dot_product_attention(rows, rows, rows).view_as(output)
+
+
+@position_wise
+def a_share_of_all(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output / len(output)
+
+
+@position_wise
+def zeros(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 0
+
+
+MIXED = "their features change with other images"
+HOOKS = [
+    (a_mean_of_all, "code of a third party in"),
+    *((mix, MIXED) for mix in (a_little_of_the_mean, attention, a_share_of_all)),
+    (zeros, "their features do not depend on pixels"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("hook", "reason"), HOOKS)
+@pytest.mark.parametrize("name", ["Qwen3-VL", "Idefics3"])
+def test_towers_that_compute_every_image(name: str, hook: Any, reason: str, dtype: torch.dtype) -> None:
+    """A hook on the module that makes features for the decoder: it reads other images, or might."""
+    kind = KINDS[name]
+    model = kind.build().to(dtype).train()
     for path, module in model.named_modules():
         if path.endswith(("visual.merger", "connector")):
-            module.register_forward_hook(a_mean_of_all)
-    report = same_call(model, *image_batch_of(kind, ROWS))
+            module.register_forward_hook(hook)
+    inputs, kept = image_batch_of(kind, ROWS)
+    if dtype == torch.float64 and hook is not zeros:  # by which no gradient reaches the tower
+        report = same_call(model, inputs, kept)
+    else:
+        report = sharing_report(share_prefixes(model, min_ratio=0.0))
+        model(**{**inputs, "pixel_values": inputs["pixel_values"].to(dtype)}, use_cache=False)
+    assert report.num_images == report.num_distinct_images > 0
+    assert f"images, copies too: {reason}" in str(report)
+
+
+def test_a_tower_whose_rows_stand_at_further_tokens() -> None:
+    kind = of_family("Ovis 2", squares(28, 4))
+    report = same_call(kind.build(), *image_batch_of(kind, ROWS))
     assert report.num_images == report.num_distinct_images
+
+
+def test_a_tower_is_tried_once_in_each_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those after transformers has put its own hooks into the model, in the first call.
+
+    And not at all if its weights are spread over processes, which might wait for each other.
+    """
+    model = LLAVA.build().train()
+    inputs, calls = call_of(LLAVA), list[int]()
+    projector = share_prefixes(model, min_ratio=0.0).model.multi_modal_projector
+    projector.register_forward_hook(position_wise(lambda *args: calls.append(1)))
+    for mode, num_further in ((True, 4), (True, 4), (True, 1), (False, 4), (False, 1), (True, 1)):
+        model.train(mode)(**inputs, use_cache=False)
+        assert [calls.pop() for _ in range(num_further)] and not calls
+    monkeypatch.setattr("radixtrain.hf.guards.model._is_whole", lambda backbone: False)
+    model = share_prefixes(LLAVA.build(), min_ratio=0.0)
+    model(**inputs, use_cache=False)
+    assert "copies too: the weights are not whole in this process" in str(sharing_report(model))
 
 
 @pytest.mark.parametrize("name", ["GOT-OCR 2", "LLaVA", "Qwen3-VL"])

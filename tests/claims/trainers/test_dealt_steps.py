@@ -3,10 +3,8 @@
 from typing import Any
 
 import numpy as np
-import pytest
 
 from radixtrain import PrefixGroupedSampler, share_prefixes, sharing_report
-from tests.support import cases
 from tests.support.processes import on_ranks
 from tests.support.trainers import Run, differences_of, run, settings
 
@@ -14,47 +12,26 @@ ONE_PROCESS = {"per_device_train_batch_size": 16, "gradient_accumulation_steps":
 LOGGED = {"loss", "grad_norm", "train_loss"}  # others are means over batches of other lengths
 
 
-@pytest.fixture(scope="module")
-def pairs() -> list[dict[str, str]]:
-    """Two answers of 3 to 40 words to each of four prompts, twelve times."""
-    generator = np.random.default_rng(0)
-
-    def text(length: int) -> str:
-        return " ".join(f"w{n}" for n in generator.integers(0, 250, length))
-
-    prompts = [text(48) for _ in range(4)] * 12
-    answers = [{key: text(generator.integers(3, 41)) for key in ("chosen", "rejected")} for _ in prompts]
-    return [{"prompt": f"{prompt} ", **each} for prompt, each in zip(prompts, answers, strict=True)]
-
-
-@pytest.mark.parametrize("name", cases(["Trainer", "DPO"], ["Trainer"]))
-def test_a_step_that_is_dealt_is_that_of_one_process(name, model, tokenizer, pairs, tmp_path):
+def test_a_step_that_is_dealt_is_that_of_one_process(model, tokenizer, tmp_path):
     """Batches of 4 rows, two accumulated, on two ranks; beside them the same steps as they are drawn."""
-    import transformers
-    import trl
     from accelerate.state import AcceleratorState
-    from datasets import Dataset
+    from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
-    rows = [dict(tokenizer(pair["prompt"] + pair["chosen"])) for pair in pairs]
-    parent = trl.DPOTrainer if name == "DPO" else transformers.Trainer
-    column = "prompt_ids" if name == "DPO" else "input_ids"
+    draw = np.random.default_rng(0)
+    prompts = draw.integers(6, 256, (4, 48)).tolist() * 12
+    rows = [{"input_ids": prompt + draw.integers(6, 256, draw.integers(3, 41)).tolist()} for prompt in prompts]
 
     def trained(num_batches: int, **others: Any) -> tuple[Run, int]:
-        class Grouped(parent):  # type: ignore[misc, valid-type]
+        class Grouped(Trainer):
             def _get_train_sampler(self, train_dataset: Any = None) -> PrefixGroupedSampler:
-                size = self.args.train_batch_size
-                return PrefixGroupedSampler(self.train_dataset, size, 1, 5, column=column, num_batches=num_batches)
+                return PrefixGroupedSampler(rows, self.args.train_batch_size, 1, 5, num_batches=num_batches)
 
         kept: list[Any] = []
 
         def build(share: Any) -> Any:
             kept.append(share(model()))
-            if name == "DPO":
-                given = {"args": trl.DPOConfig(**settings(tmp_path, **others)), "ref_model": share(model(1))}
-                return Grouped(kept[0], train_dataset=Dataset.from_list(pairs), processing_class=tokenizer, **given)
-            arguments = transformers.TrainingArguments(**settings(tmp_path, **others))
-            collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
-            return Grouped(kept[0], arguments, train_dataset=rows, data_collator=collator)
+            arguments = TrainingArguments(**settings(tmp_path, **others))
+            return Grouped(kept[0], arguments, DataCollatorForLanguageModeling(tokenizer, mlm=False), rows)
 
         AcceleratorState._reset_state(reset_partial_state=True)
         found = run(build, lambda model: share_prefixes(model, min_ratio=0))

@@ -1,15 +1,22 @@
-"""The harness sees what is wrong: a model that shares with a fault, or that does not share, fails the comparison."""
+"""The harness sees what is wrong: a model that shares with a fault, or that does not share, fails the comparison.
 
+And a rank that dies is told at once.
+"""
+
+import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from radixtrain import share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of, with_rows
 from tests.support import FULL
+from tests.support.processes import on_ranks
 from tests.support.trainers import Build, Run, compare, differences_of
 
 pytestmark = FULL
@@ -78,3 +85,21 @@ def test_a_missing_or_different_number_is_found():
     for one, other in ((1.0, 1.00000001), (0.0, 1e-9), (1.0, float("nan")), (float("inf"), 1.0)):
         with pytest.raises(AssertionError, match="loss, entry 0"):
             differences_of(entry(loss=one), entry(loss=other))
+
+
+def test_a_rank_that_dies_is_told_at_once():
+    """The others wait for it to join their group, as long as torch has them wait: half an hour."""
+    with pytest.raises(AssertionError, match=r"rank 1 \(exit code 3\): ended without an answer"):
+        on_ranks(2, lambda rank: os._exit(3) if rank else dist.new_group([0, 1]), seconds=60)
+
+
+def test_ranks_collect_nothing_that_tests_left():
+    """A store whose thread a fork does not have ends the process that frees it."""
+    left: list[Any] = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    left.append(left)
+    gc.disable()
+    try:
+        del left
+        assert on_ranks(2, lambda rank: gc.collect() >= 0) == [True, True]
+    finally:
+        gc.enable()

@@ -1,8 +1,8 @@
 """16 bits in trainers: each trains and evaluates, under autocast or with weights of 16 bits.
 
 The error of a shared run against float64 is at most that of the ordinary run in the same precision, times the factors
-of `radixtrain.verification.report` for single tensors, and of `radixtrain.testing` for all of them as one. What is not
-rounded is equal: dtypes and shapes of all that a model returns, the names of what is logged, the steps that a loss
+of `radixtrain.verification.equivalence` for single tensors, and of `radixtrain.testing` for all of them as one. What is
+not rounded is equal: dtypes and shapes of all that a model returns, the names of what is logged, the steps that a loss
 scale skips, and the warnings. Every call is shared.
 """
 

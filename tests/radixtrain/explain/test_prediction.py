@@ -64,18 +64,6 @@ def test_r_is_that_of_the_steps_of_fit() -> None:
     assert epoch_of(conversations).sampled(Draw(16, 4096, True)).r > sampled.r
 
 
-def test_split_chats_are_compared_with_whole_ones() -> None:
-    """Three turns of one chat: the last one, with the labels of all."""
-    ids = np.arange(60)
-    turns = [TokenRow(ids[:end], np.where(ids[:end] < end - 5, -100, ids[:end]), "x:1") for end in (20, 40, 60)]
-    epoch = epoch_of([turns] * 4)
-    sampled = epoch.sampled(Draw(4, 4096))
-    assert sampled.num_tokens == {"radix": 4 * 120, "ordinary": 4 * 60} and sampled.num_rows["ordinary"] == 4 * 60
-    assert (sampled.r, sampled.rows_r) == (4, 8)
-    (batch,) = epoch.step("ordinary", Draw(2, 4096), [0, 1]).micro_batches
-    assert batch["input_ids"].shape == (2, 60) and int((batch["shift_labels"] != -100).sum()) == 2 * 15
-
-
 def test_what_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps by their tokens, however they are cut; not the last short one of several; each row by its weight."""
     assert epoch_of(conversations_of(1, 40)).sampled(OWN).num_tokens["radix"] == 2 * 16 * 80

@@ -17,7 +17,6 @@ from radixtrain.explain.prediction import Draw, SampledSteps
 from radixtrain.explain.report import (
     SHORT_TEXT,
     DataReport,
-    command_to_paste,
     duration,
     fix,
     hints,
@@ -40,18 +39,6 @@ SHOWN: dict[Any, dict[float, str]] = {
 @pytest.mark.parametrize("function", SHOWN)
 def test_numbers(function: Any) -> None:
     assert {number: function(number) for number in SHOWN[function]} == SHOWN[function]
-
-
-@pytest.mark.parametrize(
-    ("typed", "command"),
-    [
-        (["--config", "my sft.yaml"], "--config 'my sft.yaml'"),
-        (["--max_seconds", "20", "--seed_everything=1"], "--seed_everything=1"),
-        (["--max_seconds=20", "--seed_everything=1"], "--seed_everything=1"),
-    ],
-)
-def test_the_command_repeats_what_was_typed(typed: list[str], command: str) -> None:
-    assert command_to_paste(typed) == f"python -m radixtrain fit {command}"
 
 
 def with_r(r: float, **draw: Any) -> SampledSteps:

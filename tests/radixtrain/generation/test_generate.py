@@ -13,9 +13,17 @@ from torch import nn
 
 from radixtrain import restore_model, share_prefixes
 from radixtrain.generation.generate import fingerprint, word_sums
+from radixtrain.hf.guards.code import position_wise
+from radixtrain.hf.guards.draws import evaluating
 from tests.support import cases
 
 Change = Callable[[Any], object]
+
+
+def seen(model: Any) -> Any:
+    """The fingerprint, in evaluation mode, as `generate` takes it."""
+    with evaluating(model):
+        return fingerprint(model)
 
 
 def swap_rows(model: Any) -> None:
@@ -47,11 +55,23 @@ def scaled(model: Any) -> None:
             module.set_scale("default", 0.5)
 
 
+def forward_of_a_layer(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    of_class = type(mlp).forward
+    mlp.forward = position_wise(lambda x: 2 * of_class(mlp, x))
+
+
+OF_OTHERS: dict[str, Change] = {
+    "a hook": lambda model: k_proj(model).register_forward_hook(position_wise(lambda *_: None)),
+    "a forward": forward_of_a_layer,
+}
 CHANGES: dict[str, Change] = {
-    "a hook": lambda model: k_proj(model).register_forward_hook(lambda *_: None),
     "one bit of one weight": one_bit,
     "two rows swapped": swap_rows,
     "all signs": lambda model: k_proj(model).weight.data.neg_(),
+    "every second sign": lambda model: k_proj(model).weight.data[:, 1::2].neg_(),
+    "a function": lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.functional.relu),
+    "a tensor": lambda model: setattr(model.model.norm, "radix_test", torch.ones(1)),
     "a buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
     "a setting of a module": lambda model: setattr(model.model.norm, "variance_epsilon", 1e-3),
     "a setting of the configuration": lambda model: setattr(model.config, "sliding_window", 4),
@@ -70,18 +90,24 @@ OF_ADAPTERS: dict[str, Change] = {
 @pytest.mark.parametrize("change", cases(CHANGES | OF_ADAPTERS, [*CHANGES][:5] + [*OF_ADAPTERS][:2]))
 def test_a_change_is_seen(change: str, tiny_qwen3: Callable[..., Any]) -> None:
     model = with_adapters(tiny_qwen3()) if change in OF_ADAPTERS else tiny_qwen3()
-    before = fingerprint(model)
+    before = seen(model)
     (CHANGES | OF_ADAPTERS)[change](model)
-    after = fingerprint(model)
+    after = seen(model)
     assert after != before
-    assert after == fingerprint(model) and hash(after) == hash(fingerprint(model))
+    assert after == seen(model) and hash(after) == hash(seen(model))
+
+
+@pytest.mark.parametrize("code", OF_OTHERS)
+def test_what_other_code_reads_may_have_changed(code: str, tiny_qwen3: Callable[..., Any]) -> None:
+    model = tiny_qwen3()
+    OF_OTHERS[code](model)
+    assert seen(model) != seen(model)
 
 
 NO_CHANGES: dict[str, Change] = {
     "the mode": lambda model: model.train(not model.training),
     "generate": lambda model: model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False),
     "weights that are loaded again": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
-    "shared": share_prefixes,
     "shared and restored": lambda model: restore_model(share_prefixes(model)),
 }
 
@@ -89,21 +115,21 @@ NO_CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("change", NO_CHANGES)
 def test_what_leaves_the_weights_alone(change: str, tiny_qwen3: Callable[..., Any]) -> None:
     model = tiny_qwen3()
-    before = fingerprint(model)
+    before = seen(model)
     NO_CHANGES[change](model)
-    assert fingerprint(model) == before
+    assert seen(model) == before
 
 
 def test_autocast_and_another_model_with_the_same_weights(tiny_qwen3: Callable[..., Any]) -> None:
     """Also when the first model is gone, so that the second may have its address."""
     model = tiny_qwen3()
-    found = [fingerprint(model), fingerprint(copy.deepcopy(model))]
+    found = [seen(model), seen(copy.deepcopy(model))]
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
-            found.append(fingerprint(model))
+            found.append(seen(model))
     del model
     gc.collect()
-    found.append(fingerprint(tiny_qwen3()))
+    found.append(seen(tiny_qwen3()))
     assert all(one != other for one, other in combinations(found, 2))
 
 

@@ -112,7 +112,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[Ids], str]] = {
     ),
     "a forward of its own": (with_forward, PROMPTS, rf"Qwen3ForCausalLM.forward .*; leave it out, {INSTEAD}"),
     "learned prompts": (with_prompts, PROMPTS, "PeftModelForCausalLM puts learned rows or keys before the tokens"),
-    "a token id": (lambda model: model, [[1, 50]], "have the token id 50, and Qwen3ForCausalLM has ids from 0 to 49"),
     "a table of positions": (
         lambda _: tiny_model("GPT2LMHeadModel", n_positions=8),
         [[1] * 6],

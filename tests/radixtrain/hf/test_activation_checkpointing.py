@@ -8,7 +8,7 @@ import torch
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.errors import UserError
-from radixtrain.hf.activation_checkpointing import recompute
+from radixtrain.hf.backbone import recompute
 from radixtrain.verification.oracle import float64_truth, radix_batch
 from tests.support import cases
 from tests.support.models import FAMILIES, tiny_model, tiny_qwen3

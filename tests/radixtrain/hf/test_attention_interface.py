@@ -50,7 +50,7 @@ class TestLayersWithoutKeywordArguments:
         """In the backward pass the layers run again, with the same mask."""
         model = tiny_model(f"{family}ForCausalLM", head_dim=8, num_key_value_heads=2).train()
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        report = verify_equivalence(model, FEATURES, precisions=["float64"])
+        report = verify_equivalence(model, FEATURES)
         assert report["float64"].worst.radix <= 1e-12, str(report)
 
     def test_a_layer_that_loses_its_mask_too(self):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import eager_mask
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.errors import UserError
@@ -190,3 +191,12 @@ def test_what_was_put_back(tiny_qwen3):
     model(**PADDED)
     assert "is not causal" in next(iter(sharing_report(copied).not_shared))
     assert sharing_report(model).num_shared == 2
+
+
+def test_an_attention_of_later_is_taken_over_before_a_backbone_makes_its_masks():
+    """In a process in which no other model had it."""
+    model = share_prefixes(tiny_model("Gemma3ForConditionalGeneration"))
+    AttentionMaskInterface.register("eager", eager_mask)
+    model.set_attn_implementation("eager")
+    model(**PADDED, use_cache=False)
+    assert sharing_report(model).num_shared == 1

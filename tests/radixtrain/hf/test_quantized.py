@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from radixtrain import verify_equivalence
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable, with_plain_weights
 from radixtrain.testing import assert_within_reference_error
+from radixtrain.verification.equivalence import TENSOR_FACTOR
 from radixtrain.verification.oracle import float64_throughout
-from radixtrain.verification.report import TENSOR_FACTOR
 from tests.support import cases
 from tests.support.models import tiny_qwen3
 

@@ -53,10 +53,13 @@ def test_the_closing_lines(
 
 
 def test_an_option_that_is_refused_leaves_no_file(arguments: Any, shop: Path, tmp_path: Path, capsys: Any) -> None:
+    """Nor does a killed one stay half written."""
+    (tmp_path / "out" / "logs" / "version_0").mkdir(parents=True)
+    (tmp_path / "out" / "logs" / "version_0" / ".validate.yaml.partial").touch()
     flags = {"model__generate": True, "evaluate_generation__generation_kwargs": "{output_attentions: true}"}
     assert main(arguments("predict", data__predict_file=shop / "validation.jsonl", **flags)) == 1
     assert "output_attentions=True is not supported" in capsys.readouterr().err
-    assert not [*tmp_path.glob("out/*predictions*")]
+    assert not [*tmp_path.glob("out/*predictions*"), *tmp_path.rglob("*.partial")]
 
 
 def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:

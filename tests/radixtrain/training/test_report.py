@@ -1,6 +1,7 @@
 """`radixtrain report`: the command on a folder that holds a configuration and a tokenizer, and no weights."""
 
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.explain.report import rounded
 from radixtrain.training.start.run_overview import data_entries, sharing_entry
+from tests.support.models import tiny_model
 from tests.support.runs import logged, names, rows_in, summary, write_rows
 
 Arguments = Callable[..., list[str]]
@@ -40,13 +42,29 @@ def test_the_command(
     flags = {"model__model_name_or_path": without_weights, "max_seconds": 0.5}
     assert main(arguments("report", **flags)) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "rows 20, 20 samples" in text, text
+    assert "rows 20, 20 samples" in text
     assert "A training step is predicted to run at" in text and "on 1 of 1 layers" in text
-    assert "python -m radixtrain fit --output_dir=" in text and "--data.batch_size=4" in text
     page = tmp_path / "out" / "report.html"
     assert str(page) in text and ("x as fast</h1>" in page.read_text(encoding="utf-8")) is is_certain
     assert ("so this is uncertain" in text) is not is_certain
     assert names(page.parent) == ["report.html"]
+
+
+def test_what_it_prints_trains_or_is_refused_as_fit_does(
+    arguments: Arguments, shop: Path, tmp_path: Path, capsys: Any
+) -> None:
+    model = shutil.copytree(shop / "model", tmp_path / "my model")
+    too_long = "a table of 48 positions, and the longest sequence has 74 tokens; set data.max_length to 48 or less"
+    for wrote, sizes, said in (("GPT2LMHeadModel", {"n_positions": 48}, too_long), ("GptOssForCausalLM", {}, "")):
+        tiny_model(wrote, vocab_size=400, **sizes).save_pretrained(model)
+        flags = {"model__model_name_or_path": model, "trainer__max_steps": 1}
+        assert main([*arguments("report", **flags), "--max_seconds", "0.1"]) == 0
+        text = capsys.readouterr().out
+        assert said in " ".join(text.split())
+        printed = re.findall(r"To train:\n  python -m radixtrain (.*)", text)
+        assert len(printed) == (not said)
+        assert main(shlex.split(printed[0]) if printed else arguments(**flags)) == bool(said)
+        assert said in capsys.readouterr().err
 
 
 # ChatML that keeps what earlier turns were.

@@ -1,7 +1,9 @@
 """The calls of the cascade, against the pairs of (query, key) that the tree mask allows."""
 
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -63,10 +65,16 @@ def test_many_short_branches_are_few_calls_on_the_host():
     st.sampled_from([None, 8]),
 )
 def test_every_pair_of_the_mask_is_in_one_call(sequences, min_shared_tokens, pad_to_multiple_of):
-    """And no call has a query or a key twice: their shares of a gradient are added without an order."""
+    """In the calls of a cascade, and in the one of all paths.
+
+    No call of a cascade has a query or a key twice: their shares of a gradient are added without an order.
+    """
     plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
-    pieces = TreeLayout.from_plan(plan).pieces
-    assert sum((seen_pairs(piece, plan.num_rows) for piece in pieces), Counter()) == Counter(mask_pairs(plan))
+    layout = TreeLayout.from_plan(plan)
+    assert layout.row_subtree_ends.tolist() == plan.subtree_ends.repeat(np.diff(plan.segment_starts)).tolist()
+    pieces, pairs = layout.pieces, Counter(mask_pairs(plan))
+    assert sum((seen_pairs(piece, plan.num_rows) for piece in pieces), Counter()) == pairs
+    assert seen_pairs(replace(layout.paths, k_rows=layout.path_keys), plan.num_rows) == pairs
     assert pieces[0].ragged.cu_seqlens_q[-1] == plan.num_rows, "the first meets every row"
     for rows in (rows for piece in pieces for rows in (piece.q_rows, piece.k_rows)):
         taken = torch.arange(plan.num_rows)[rows].tolist()

@@ -23,13 +23,6 @@ class TestTheRungs:
         assert [f"torch.{made.precision}" for made in report.rungs] == list(map(str, rungs))
         assert report.passed, str(report)
 
-    def test_precisions_can_be_chosen(self) -> None:
-        report = verify_equivalence(tiny_qwen3(), FEATURES, precisions=["float32"])
-        assert [made.precision for made in report.rungs] == ["float32"]
-        for precision in ("bf16", "int8", "bfloat16"):
-            with pytest.raises(UserError, match=f"must be among float64, float32 for this model, got '{precision}"):
-                verify_equivalence(tiny_qwen3(), FEATURES, precisions=[precision])
-
 
 class TestTheModel:
     def test_comes_back_as_it_was(self) -> None:
@@ -77,11 +70,12 @@ class TestTheModel:
         assert model.training and set(modes) == {True}
         assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.5}
 
-    def test_a_fresh_lora_passes_and_is_not_conclusive(self) -> None:
+    def test_a_fresh_lora_is_filled_meanwhile(self) -> None:
+        """Its B starts at zero, so that the gradient of A would be zero in both arms."""
         model = peft.get_peft_model(tiny_qwen3(), peft.LoraConfig(target_modules="all-linear"))
         report = verify_equivalence(model, FEATURES)
-        assert report.passed and not report.conclusive
-        assert {tensor.name.split(".")[-3] for tensor in report["float64"].dead} == {"lora_A"}
+        assert report.passed and report.conclusive, str(report)
+        assert not any(tensor.any() for name, tensor in model.named_parameters() if "lora_B" in name)
 
 
 def test_a_mixture_of_experts() -> None:

@@ -7,9 +7,14 @@ from math import inf, isfinite
 import pytest
 import torch
 
-from radixtrain.verification.equivalence import compare_gradients, verify_equivalence
+from radixtrain.verification.equivalence import (
+    EquivalenceReport,
+    Rung,
+    TensorError,
+    compare_gradients,
+    verify_equivalence,
+)
 from radixtrain.verification.oracle import Gradients
-from radixtrain.verification.report import EquivalenceReport, Rung, TensorError
 from tests.support.batches import FEATURES
 from tests.support.models import tiny_qwen3
 
@@ -75,7 +80,6 @@ def test_every_tensor_is_alive_or_dead() -> None:
 def test_the_furthest_tensor_is_the_first_that_failed() -> None:
     made = rung("float64", good=(1.0, 0.0, 0.0), off=(1.0, 0.0, 1e-3), nan=(1.0, 0.0, inf), far=(1.0, 0.0, 1e-1))
     assert names(made.failed) == ["nan", "far", "off"]
-    assert [made.share(tensor) for tensor in made.tensors[:2]] == [0.0, pytest.approx(1e9, rel=1e-2)]
 
 
 @pytest.mark.parametrize("ordinary_loss", [1.0, 1.655, float("nan")])
@@ -128,13 +132,4 @@ def test_the_report_is_a_table() -> None:
     lines = str(verify_equivalence(tiny_qwen3().bfloat16(), FEATURES)).splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["float64", "float32", "bfloat16"]
     assert all(line.endswith("equal") for line in lines[2:5])
-    assert "5 of 24 tensors, those nearest their bar" in lines[6]
     assert max(map(len, lines)) <= 120
-
-
-def test_the_table_lists_a_tensor_that_failed_in_any_rung() -> None:
-    names = [f"w{index}" for index in range(9)]
-    exact = {name: (1.0, 1e-16, 1e-16 * (9 - index)) for index, name in enumerate(names)}
-    rounded = {**dict.fromkeys(names, (1.0, 1e-2, 1e-2)), "w8": (1.0, 1e-2, 0.5)}
-    report = EquivalenceReport((rung("float64", **exact), rung("bfloat16", **rounded)))
-    assert str(report).splitlines()[7].endswith("  w8")

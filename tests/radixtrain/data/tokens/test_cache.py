@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -252,9 +253,12 @@ def test_a_file_that_changes_while_it_is_read(
 
 
 def test_two_runs_at_once(chats: Path, tokenize: Tokenize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another run writes the same entry while this one encodes."""
-    check, other = cache._check_unchanged, tmp_path / "other"
+    """Another run writes the same entry while this one encodes. What a killed one left is deleted after a day."""
+    check, other, begun = cache._check_unchanged, tmp_path / "other", [f".{digit * 32}.{'0' * 32}" for digit in "01"]
     tokenize(chats, cache_dir=str(other))
+    for name, age in zip((*begun, ".my.files"), (0, 90_000, 90_000), strict=True):
+        (tmp_path / "cache" / name).mkdir(parents=True)
+        os.utime(tmp_path / "cache" / name, (time.time() - age,) * 2)
 
     def other_first(files: Any) -> None:
         shutil.copytree(other, tmp_path / "cache", dirs_exist_ok=True)
@@ -262,7 +266,7 @@ def test_two_runs_at_once(chats: Path, tokenize: Tokenize, tmp_path: Path, monke
 
     monkeypatch.setattr(cache, "_check_unchanged", other_first)
     assert len(tokenize(chats).store) == 20
-    assert entries(tmp_path / "cache") == entries(other)
+    assert entries(tmp_path / "cache") == sorted([*entries(other), begun[0], ".my.files"])
 
 
 def test_a_folder_that_cannot_be_written(chats: Path, tokenize: Tokenize, tmp_path: Path) -> None:

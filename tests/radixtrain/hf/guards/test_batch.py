@@ -138,7 +138,7 @@ class TestNotRefused:
     def test_chunks_as_long_as_the_sequences(self):
         """All layers have full attention here, so its backbone is not named as others are."""
         model = tiny_model("Llama4ForCausalLM", layer_types=["full_attention"] * 2, attention_chunk_size=3)
-        report = verify_equivalence(model, FEATURES, precisions=["float64"])
+        report = verify_equivalence(model, FEATURES)
         assert report.passed and report["float64"].worst.radix <= 1e-12, str(report)
 
     @since("5.6", "Gemma 3 asks for token_type_ids in training")
@@ -178,7 +178,7 @@ def test_verify_refuses_before_it_computes() -> None:
 def test_verify_compares_without_a_setting_that_was_allowed() -> None:
     """Also inside another setting: the draw counted as a wrong gradient."""
     model = share_prefixes(tiny_model("DbrxForCausalLM", **DBRX), allow_dropout=["moe_jitter_eps"])
-    report = verify_equivalence(model, FEATURES, precisions=["float64"])
+    report = verify_equivalence(model, FEATURES)
     assert report["float64"].worst.radix <= 1e-12, str(report)
 
 

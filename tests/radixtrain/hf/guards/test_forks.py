@@ -151,7 +151,7 @@ def test_kernels(with_kernel: Any, why_whole: Any, precision: str, weights: str)
     for what, (state, reason) in BAD.items():
         for which in ("reads", "leaves"):
             setattr(kernel, which, state)
-            trial.forget_verdicts(model.model)
+            trial._judged.clear()
             assert reason in why_whole(model, precision), (what, which)
             setattr(kernel, which, lambda state: state)
 

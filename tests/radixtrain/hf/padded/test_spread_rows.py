@@ -137,6 +137,29 @@ def test_losses(tiny_qwen3, name):
     assert not logits.found
 
 
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_a_view_of_a_view_passes_its_gradient_to_it(tiny_qwen3: Callable[..., Any], reads_first: bool) -> None:
+    """Whichever of them is read first, and whoever waits: a tensor that keeps its gradient, a hook, autograd."""
+    found = []
+    for share in (lambda model: model, share_prefixes):
+        model, seen = tiny_qwen3(), list[Tensor]()
+        with float64_throughout(model):
+            shifted = share(model)(**WHOLE).logits[:, 1:]
+            inner = shifted[..., :-1, :]
+            last = inner[:, 1:]
+            if reads_first:
+                last.norm()
+            shifted.retain_grad()
+            inner.register_hook(seen.append)
+            loss = some(last)
+            (asked,) = torch.autograd.grad(loss, shifted, retain_graph=True)
+            loss.backward()
+            found.append([asked, shifted.grad, *seen, model.lm_head.weight.grad])
+    assert len(found[0]) == 5
+    for ordinary, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, ordinary, rtol=1e-11, atol=1e-14)
+
+
 def of_its_own_rows(model: Any) -> Tensor:
     """Without gradients the hidden states become an ordinary tensor while their first row does, which is the weight."""
     with torch.no_grad():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3Config
 
 from radixtrain.errors import UserError
+from radixtrain.hf.config import end_tokens
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.module import RadixModule
 from radixtrain.training.start.loading import (
@@ -35,7 +36,7 @@ def settings(path: Any, **changes: Any) -> Any:
 ROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}}
 LOADED = [
     # the class that wrote a checkpoint, its sizes, and the settings with which that class computes
-    ("GptOssForCausalLM", {}, {"attn_implementation": "eager"}),  # sinks
+    ("GptOssForCausalLM", {}, {}),  # sinks, for which transformers has no sdpa
     ("Qwen3MoeForCausalLM", {}, {"dtype": "float64"}),  # torch's grouped product takes none
     # `AutoModelForCausalLM` would leave the tower for images out, and `fit` would save the model so.
     ("Qwen3_5ForConditionalGeneration", {}, {}),
@@ -57,7 +58,6 @@ ROUTED, ADDED = {"output_router_logits": True}, r"adds a router loss \(output_ro
 REFUSED = [
     ("MixtralForCausalLM", ROUTED, {"dedup": True}, ADDED),
     ("MixtralForCausalLM", ROUTED, {"dedup": False}, ADDED),
-    ("GptOssForCausalLM", {}, {}, r"its class has no sdpa attention; set model\.attn_implementation: eager"),
 ]
 
 
@@ -69,12 +69,14 @@ def test_what_is_not_loaded(tmp_path, wrote, sizes, given, said):
 
 
 def test_a_dropout_of_the_checkpoint(tmp_path):
-    """What LoRA adds is refused by its key: commands/test_refusals.py."""
-    tiny_model("Starcoder2ForCausalLM", residual_dropout=0.1).save_pretrained(tmp_path)
-    model = load_trainable(settings(tmp_path))
-    with pytest.raises(UserError, match=r"residual_dropout=0\.1: .* config\.json .*: \[residual_dropout\]"):
+    """All of it at once. What LoRA adds is refused by its key: commands/test_refusals.py."""
+    tiny_model("Starcoder2ForCausalLM", residual_dropout=0.1, embedding_dropout=0.2).save_pretrained(tmp_path)
+    model, names = load_trainable(settings(tmp_path)), ["embedding_dropout", "residual_dropout"]
+    with pytest.raises(
+        UserError, match=rf"embedding_dropout=0\.2, .*residual_dropout=0\.1: .*: \[{', '.join(names)}\]"
+    ):
         check_draws(model, settings(tmp_path))
-    check_draws(model, settings(tmp_path, allow_dropout=["residual_dropout"]))
+    check_draws(model, settings(tmp_path, allow_dropout=names))
     check_draws(model, settings(tmp_path, dedup=False))
 
 
@@ -135,6 +137,7 @@ class TestDamagedCheckpoints:
             (tmp_path / file).write_bytes(content)
             with pytest.raises(UserError, match=re.escape(f"{tmp_path / file}: expected a JSON object, ")):
                 load_model(str(tmp_path), "float32", "sdpa")
+            end_tokens(str(tmp_path))  # asked before
 
     @FULL
     def test_a_value_that_makes_no_model(self, tmp_path):
@@ -198,20 +201,16 @@ def test_layers_of_several_kinds(tmp_path: Path) -> None:
     assert len(model.model.layers) == 6 and model.config.layer_types == kinds[:6]
 
 
-def test_nothing_is_allocated_on_the_meta_device_and_the_random_state_stays(tmp_path: Path) -> None:
-    config = Qwen3Config(num_hidden_layers=4, hidden_size=8192, intermediate_size=32768)
-    before = torch.get_rng_state()
-    model = random_trainable(settings_of(tmp_path, config, dtype="bfloat16"), 4, META)
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    assert next(model.parameters()).dtype == torch.bfloat16
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("device", [CPU, META])
 def test_adapters_are_what_is_trained(tmp_path: Path, device: torch.device) -> None:
+    """The random state stays, and nothing is allocated on the meta device."""
     pytest.importorskip("peft", reason="pip install peft")
-    settings = settings_of(tmp_path, tiny_config(Qwen3Config, {"num_hidden_layers": 4}), use_peft=True, lora_r=4)
-    trained = [n for n, p in random_trainable(settings, 2, device).named_parameters() if p.requires_grad]
+    config = tiny_config(Qwen3Config, {"num_hidden_layers": 4})
+    settings, before = settings_of(tmp_path, config, use_peft=True, lora_r=4, dtype="bfloat16"), torch.get_rng_state()
+    model = random_trainable(settings, 2, device)
+    assert torch.equal(torch.get_rng_state(), before) and model.dtype == torch.bfloat16
+    assert {parameter.device for parameter in model.parameters()} == {device}
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 7 * 2 and all("lora_" in name for name in trained)
 
 
