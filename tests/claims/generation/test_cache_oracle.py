@@ -169,7 +169,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "inner nodes are evicted": (RadixCache, "evict", evict_as_if_zero("start")),
     "locked leaves are evicted": (RadixCache, "evict", evict_as_if_zero("locks")),
     "any leaf is evicted": (RadixCache, "evict", evict_as_if_zero("last_used")),
-    "a lookup is not a use": (RadixCache, "walk", walk_that_forgets_the_time),
+    "a lookup is not a use": (RadixCache, "_walk", walk_that_forgets_the_time),
 }
 
 
