@@ -70,7 +70,7 @@ CHANGES: dict[str, Change] = {
     "two rows swapped": swap_rows,
     "all signs": lambda model: k_proj(model).weight.data.neg_(),
     "every second sign": lambda model: k_proj(model).weight.data[:, 1::2].neg_(),
-    "a function": lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.functional.relu),
+    "a function": lambda model: setattr(model.model.norm, "radix_test", nn.functional.relu),
     "a tensor": lambda model: setattr(model.model.norm, "radix_test", torch.ones(1)),
     "a buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
     "a setting of a module": lambda model: setattr(model.model.norm, "variance_epsilon", 1e-3),
