@@ -1,6 +1,7 @@
 """How the tests are tested: a mistake is planted in the source, and a check has to see it."""
 
 from collections.abc import Callable
+from copy import copy
 from functools import cached_property, partial
 from inspect import getattr_static
 from typing import Any
@@ -37,6 +38,19 @@ def plant(patch: pytest.MonkeyPatch, owner: Any, name: Any, mistake: Callable[..
 def returning(value: Any) -> Callable[..., Any]:
     """The mistake of a function that always returns this."""
     return lambda real, *args, **options: value
+
+
+WEIGHTS = ("_parameters", "_buffers")
+
+
+def state_of(model: torch.nn.Module) -> list[Any]:
+    """All that may be left changed on a model, apart from weights: hooks, modes, functions, settings, and of torch."""
+    is_changed_in_place = lambda x: isinstance(x, dict | set) or hasattr(x, "to_dict")  # noqa: E731 - configurations
+    kept = [
+        {name: copy(x) if is_changed_in_place(x) else x for name, x in vars(module).items() if name not in WEIGHTS}
+        for module in model.modules()
+    ]
+    return [kept, [parameter.requires_grad for parameter in model.parameters()], torch.is_grad_enabled()]
 
 
 def assert_caught(report: EquivalenceReport) -> None:

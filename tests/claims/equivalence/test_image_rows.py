@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 
 from radixtrain.hf import pictures
 from radixtrain.hf.padded import causes
@@ -19,7 +19,7 @@ from radixtrain.hf.padded.causes import Causes
 from radixtrain.tree import layout
 from tests.claims.mistakes import SEEN, plant
 from tests.support import cases
-from tests.support.batches import IMAGE, KINDS, ROWS, Kind, Row, image_batch_of
+from tests.support.batches import IMAGE, KINDS, ROWS, Kind, Row, image_batch_of, letters_of
 from tests.support.trainers import check_padded
 
 EITHER = pytest.mark.parametrize("left", [False, True], ids=["padded on the right", "padded on the left"])
@@ -27,17 +27,12 @@ EITHER = pytest.mark.parametrize("left", [False, True], ids=["padded on the righ
 
 def number_of_causes(kind: Kind, rows: Sequence[Row]) -> int:
     """Count the distinct prefixes of rows. A run of images that attend in both directions counts as a whole."""
+    (inputs, kept), (_, counts) = image_batch_of(kind, rows), kind.inputs_of([letters_of([row]) for row in rows])
     found = set()
-    for row in rows:
-        spelled: list[Any] = []
+    for row, ids in zip(rows, map(Tensor.masked_select, inputs["input_ids"], kept), strict=True):
+        features = ((letter, n) for letter in letters_of([row]) for n in range(counts[letter]))
+        spelled = [next(features) if token == IMAGE else token for token in ids.tolist()]
         ends: list[int] = []
-        for part in row:
-            if isinstance(part, str):
-                inputs, _ = image_batch_of(kind, [[part]])
-                num_features = int((inputs["input_ids"] == IMAGE).sum())
-                spelled += ["start"] * ("image_grid_thw" in inputs) + [(part, n) for n in range(num_features)]
-            else:
-                spelled.append(part)
         for n, token in reversed([*enumerate(spelled)]):
             in_block = kind.types is not None and isinstance(token, tuple)
             goes_on = in_block and n + 1 < len(spelled) and isinstance(spelled[n + 1], tuple)
@@ -46,34 +41,8 @@ def number_of_causes(kind: Kind, rows: Sequence[Row]) -> int:
     return len(found)
 
 
-BOTH_WAYS = ["Gemma 3", "Gemma 4, in both directions"]
-OF_SIZES: list[Row] = [[7, "A", 8, 9], [7, "a", 8, 9], [7, "a", "A", 8], [7, "a", "A", 10, 11], [8, "B", "a", 7]]
-NEIGHBOURS: list[Row] = [["A"], ["A", 8], [7, "B"], [7, "A"], [7, "A", "B"], [7, "A", "B", 9], [7, "A", 8]]
-GRIDS: list[Row] = [[7, 8, "V", 9, 10], [7, 8, "W", 9, 10]]  # of as many patches in another order
-TRIED = {
-    **{name: (name, ROWS) for name in KINDS},
-    **{f"{name}, sizes": (name, OF_SIZES) for name, kind in KINDS.items() if kind.has_sizes},
-    **{f"{name}, grids": (name, GRIDS) for name in ("Qwen3-VL", "Qwen2.5-VL", "GLM-4V")},
-    **{f"{name}, neighbours": (name, NEIGHBOURS) for name in BOTH_WAYS},
-}
-QUICK = ["LLaVA", "Qwen3-VL", "Idefics3", "Gemma 3", "Gemma 4 unified", "Qwen3-VL, sizes", "Mistral 3, sizes"]
-QUICK += [name for name, (_, rows) in TRIED.items() if rows in (GRIDS, NEIGHBOURS)]
-
-
-@EITHER
-@pytest.mark.parametrize("name", cases(TRIED, QUICK))
-def test_the_gradient_is_the_ordinary_one(name: str, left: bool) -> None:
-    kind, rows = TRIED[name]
-    assert check_padded(KINDS[kind], rows, left=left) == number_of_causes(KINDS[kind], rows)
-
-
-@EITHER
-@pytest.mark.parametrize("name", BOTH_WAYS)
-def test_images_in_both_directions_by_other_strategies_and_without_types(name: str, left: bool) -> None:
-    for attention in ("path", "reference"):
-        check_padded(KINDS[name], NEIGHBOURS, left=left, attention=attention)
-    kind = replace(KINDS[name], types=None)
-    assert check_padded(kind, NEIGHBOURS, left=left) == number_of_causes(kind, NEIGHBOURS)
+def as_it_is(model: Any) -> Any:
+    return model
 
 
 def with_lora(model: Any) -> Any:
@@ -93,21 +62,45 @@ def frozen_tower(model: Any) -> Any:
     return model
 
 
-OTHERS = [("Qwen3-VL", with_lora), ("Qwen3-VL", checkpointing), ("Qwen3-VL", frozen_tower)]
-MORE = [(name, change) for name in ("LLaVA", "Gemma 3") for change in (with_lora, checkpointing)]
+BOTH_WAYS = ["Gemma 3", "Gemma 4, in both directions"]
+OF_SIZES: list[Row] = [[7, "A", 8, 9], [7, "a", 8, 9], [7, "a", "A", 8], [7, "a", "A", 10, 11], [8, "B", "a", 7]]
+NEIGHBOURS: list[Row] = [["A"], ["A", 8], [7, "B"], [7, "A"], [7, "A", "B"], [7, "A", "B", 9], [7, "A", 8]]
+GRIDS: list[Row] = [[7, 8, "V", 9, 10], [7, 8, "W", 9, 10]]  # of as many patches in another order
+CHANGES = {"LoRA": with_lora, "recomputed": checkpointing}
+TRIED = {
+    **{name: (name, ROWS, as_it_is) for name in KINDS},
+    **{f"{name}, sizes": (name, OF_SIZES, as_it_is) for name, kind in KINDS.items() if kind.has_sizes},
+    **{f"{name}, grids": (name, GRIDS, as_it_is) for name in ("Qwen3-VL", "Qwen2.5-VL", "GLM-4V")},
+    **{f"{name}, neighbours": (name, NEIGHBOURS, as_it_is) for name in BOTH_WAYS},
+    **{
+        f"{name}, {what}": (name, ROWS, change)
+        for name in ("Qwen3-VL", "LLaVA", "Gemma 3")
+        for what, change in CHANGES.items()
+    },
+    "Qwen3-VL, a frozen tower": ("Qwen3-VL", ROWS, frozen_tower),
+}
+QUICK = ["LLaVA", "Qwen3-VL", "Idefics3", "Gemma 3", "Gemma 4 unified", "Qwen3-VL, sizes", "Mistral 3, sizes"]
+QUICK += [name for name, (kind, rows, change) in TRIED.items() if rows in (GRIDS, NEIGHBOURS)]
+QUICK += ["Qwen3-VL, LoRA", "Qwen3-VL, recomputed", "Qwen3-VL, a frozen tower"]
 
 
 @EITHER
-@pytest.mark.parametrize(("name", "change"), cases([*OTHERS, *MORE], OTHERS))
-def test_lora_recomputed_activations_and_a_frozen_tower(name: str, change: Callable[[Any], Any], left: bool) -> None:
-    check_padded(KINDS[name], change=change, left=left)
+@pytest.mark.parametrize("name", cases(TRIED, QUICK))
+def test_the_gradient_is_the_ordinary_one(name: str, left: bool) -> None:
+    kind, rows, change = TRIED[name]
+    assert check_padded(KINDS[kind], rows, change, left) == number_of_causes(KINDS[kind], rows)
+
+
+@EITHER
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_images_in_both_directions_by_other_strategies_and_without_types(name: str, left: bool) -> None:
+    for attention in ("path", "reference"):
+        check_padded(KINDS[name], NEIGHBOURS, left=left, attention=attention)
+    kind = replace(KINDS[name], types=None)
+    assert check_padded(kind, NEIGHBOURS, left=left) == number_of_causes(kind, NEIGHBOURS)
 
 
 # Mistakes. Each changes what the real function returns.
-
-
-def without_pixels(real: Any, parts: Any) -> Any:
-    return real([{name: torch.zeros_like(part) for name, part in image.items()} for image in parts])
 
 
 def of_axes(change: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:
@@ -123,7 +116,6 @@ def other_layers(real: Any, self: Causes, plan: Any) -> Any:
 
 
 OF_IMAGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "images without pixels": (pictures, "_distinct", without_pixels),
     "no gradient": (pictures, "_every", lambda real, x, *args: real([each.detach() for each in x], *args)),
     "every picture is computed": (pictures, "_of_every", lambda real, *args: None),
     "deep features elsewhere": (Causes, "row_at_placeholder", lambda real, self: np.roll(real(self), 1)),
@@ -131,7 +123,6 @@ OF_IMAGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "the next row of the features": (Causes, "_features", lambda real, *args: np.roll(real(*args), 1)),
     "positions along each row": (causes, "_positions", lambda real, *args: {}),
     "one axis": (causes, "_positions", of_axes(lambda axes: axes[:1] * 3)),
-    "positions of the next token": (causes, "_positions", of_axes(lambda axes: [each.roll(1, -1) for each in axes])),
 }
 OF_BLOCKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "blocks in parts": (causes, "_whole_blocks", lambda real, codes, blocks: np.minimum(blocks, 0)),

@@ -23,13 +23,8 @@ from tests.claims.mistakes import assert_caught, forgotten_prompt, one_level, pl
 from tests.support.models import tiny_qwen3
 
 # Nested three deep, labels on shared tokens, several labels at branches, one sequence a prefix of another.
-FEATURES = [
-    {"input_ids": [7, 8, 9, 1, 2], "labels": [-100, 8, 9, 1, 2]},
-    {"input_ids": [7, 8, 9, 3], "labels": [-100, -100, 9, 3]},
-    {"input_ids": [7, 8, 5, 6], "labels": [-100, 8, 5, 6]},
-    {"input_ids": [7, 8, 5, 6, 4, 4], "labels": [-100, -100, 5, -100, 4, 4]},
-    {"input_ids": [30, 31, 32], "labels": [30, 31, 32]},
-]
+ROWS = [([7, 8, 9, 1, 2], 1), ([7, 8, 9, 3], 2), ([7, 8, 5, 6], 1), ([7, 8, 5, 6, 4, 4], 2), ([30, 31, 32], 0)]
+FEATURES = [{"input_ids": ids, "labels": [-100] * start + ids[start:]} for ids, start in ROWS]
 
 pytestmark = pytest.mark.usefixtures("without_the_trial")
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, cat
 
-import radixtrain.hf.attention_interface
 import radixtrain.hf.recurrent
 import radixtrain.tree.layout
 import radixtrain.tree.runs
@@ -21,6 +20,7 @@ from radixtrain.hf.recurrent import ForkedStates
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunGroup, RunLayout, runs_of_segments
 from radixtrain.verification.equivalence import EquivalenceReport
+from tests.claims.equivalence.ways import with_runs
 from tests.claims.mistakes import assert_caught, plant
 from tests.support.models import NEEDS_FORKS, tiny_model
 
@@ -51,10 +51,7 @@ def table(min_saved: int = 2) -> RunLayout:
 
 
 def verdict(model: Any, table_of: Table) -> EquivalenceReport:
-    with pytest.MonkeyPatch.context() as patch:
-        real = radixtrain.hf.attention_interface.tree_runs
-        made = lambda layout, forks: table_of() if forks else real(layout, forks)  # noqa: E731
-        patch.setattr(radixtrain.hf.attention_interface, "tree_runs", made)
+    with with_runs(lambda layout: table_of()):
         return verify_equivalence(model, FEATURES)
 
 

@@ -1,6 +1,7 @@
 """Ways to run an optimizer step, for every test that generates them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,11 @@ from torch import Tensor
 
 from radixtrain import RadixCollator
 from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.hf import attention_interface
 from radixtrain.hf.backbone import recompute
 from radixtrain.training.module import RadixModule
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.runs import RunLayout
 from radixtrain.verification.oracle import radix_batch
 from tests.support.models import tiny_qwen3
 
@@ -90,6 +94,16 @@ def set_checkpointing(model: Any, share: float) -> None:
         recompute(model, share)
     else:
         getattr(model, "get_base_model", lambda: model)().gradient_checkpointing_disable()
+
+
+@contextmanager
+def with_runs(table: Callable[[TreeLayout], RunLayout]) -> Iterator[None]:
+    """Inside, recurrent layers that fork have the runs of this table of a batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = attention_interface.tree_runs
+        made = lambda layout, forks: table(layout) if forks else real(layout, forks)  # noqa: E731
+        patch.setattr(attention_interface, "tree_runs", made)
+        yield
 
 
 def _module(model: Any) -> RadixModule:

@@ -10,6 +10,7 @@ they are as close to them as another attention of Hugging Face is.
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from radixtrain.verification.equivalence import TENSOR_FACTOR
 from radixtrain.verification.oracle import float64_throughout
 from radixtrain.versions import transformers_is_before
 from tests.support import cases
-from tests.support.batches import answers_of, by_generate, generated, with_pieces_of, worst_logit
+from tests.support.batches import answers_of, by_generate, generated, logits_by_the_model, with_pieces_of, worst_logit
 from tests.support.models import CORE, CORE_MULTIMODAL, MULTIMODAL, REST, Family, skip_if_it_fails_by_itself, tiny_model
 
 # A plain one, windows, windows with sinks and experts, a soft-cap, latent attention, layers with the keys of others,
@@ -97,21 +98,16 @@ def compare(found: Any, expected: list[Any], prompts: list[list[int]]) -> float:
 def test_in_float32(name: str) -> None:
     """On its own answers, which another processor may give other tokens."""
     model = FAMILIES[name].build().eval()
+    eager = deepcopy(model)
+    eager.set_attn_implementation("eager")
     with with_pieces_of(4):
         found = generated(model, PROMPTS, **LENGTH)
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers_of(found.sequences, PROMPTS), strict=True)]
-    ordinary = torch.cat(finished_logits(model, texts))
-    model.set_attn_implementation("eager")
+    ordinary, other = (torch.cat([logits_by_the_model(each, ids)[-7:-1] for ids in texts]) for each in (model, eager))
     ours = torch.stack([step[row] for row in range(len(PROMPTS)) for step in found.logits])
-    error, noise = (float((each - ordinary).norm()) for each in (ours, torch.cat(finished_logits(model, texts))))
+    error, noise = (float((each - ordinary).norm()) for each in (ours, other))
     # One sample of the noise may be small by luck.
     assert error <= TENSOR_FACTOR * noise + torch.finfo(torch.float32).eps * float(ordinary.norm()), (error, noise)
-
-
-def finished_logits(model: Any, texts: list[list[int]]) -> list[torch.Tensor]:
-    """The logits of each answer's tokens, by an ordinary forward pass over each finished text."""
-    with torch.no_grad():
-        return [model(torch.tensor([ids]), use_cache=False).logits[0, -7:-1] for ids in texts]
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -36,7 +36,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "the length of a row": {**GREEDY, "max_new_tokens": None, "max_length": 16},
     "no length but the model's": {**GREEDY, "max_new_tokens": None},
     "several samples": {"do_sample": True, "num_return_sequences": 3, "top_k": 20, "temperature": 1.3},
-    "beams": {"num_beams": 3, "do_sample": False},
     "several beams": {"num_beams": 4, "num_return_sequences": 2, "eos_token_id": ENDS, "do_sample": False},
     "beams that are drawn": {"num_beams": 3, "do_sample": True},
     "processors": {**GREEDY, "repetition_penalty": 1.3, "logits_processor": [lambda ids, scores: raised(scores)]},
@@ -119,22 +118,23 @@ def test_padding_is_inferred_as_by_model_generate(model: Any) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "images": ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values: prompts are token ids of text"),
     "a cache of transformers": ({"past_key_values": DynamicCache()}, "past_key_values: prompts are computed into"),
-    "another cache": ({"cache_implementation": "static"}, "cache_implementation='static' is not supported"),
-    "attentions": ({"output_attentions": True}, "output_attentions=True is not supported"),
     "hidden states": (
         {"generation_config": GenerationConfig(output_hidden_states=True)},
         "output_hidden_states=True is not supported",
     ),
-    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported, because proposed"),
-    "an assistant": (
-        {"assistant_model": torch.nn.Linear(1, 1)},
-        "assistant_model=Linear is not supported, because proposed tokens",
-    ),
-    "another loop": ({"custom_generate": "transformers-community/dola"}, "custom_generate='.*' is not supported"),
-    "contrastive search": (
-        {"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True},
-        "trust_remote_code=True is not supported, because contrastive search and other loops",
-    ),
+    **{
+        name: ({name: value}, f"{name}=.* is not supported, because")
+        for name, value in {
+            "cache_implementation": "static",
+            "output_attentions": True,
+            "custom_generate": "transformers-community/dola",
+            "trust_remote_code": True,
+            "use_mtp": True,
+            "assistant_model": torch.nn.Linear(1, 1),
+            "assistant_early_exit": 1,
+            "prompt_lookup_num_tokens": 3,
+        }.items()
+    },
     "no RadixCache": ({"cache": DynamicCache()}, "cache: expected a RadixCache, or None .*, got DynamicCache"),
     "padding on the right": (
         {"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])},
@@ -157,7 +157,6 @@ def test_refused_by_name(tiny_qwen3: Callable[..., Any], name: str) -> None:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "a recurrent one": (lambda: tiny_model("MambaForCausalLM"), "recurrent layers"),
     "another head": (lambda: tiny_model("Qwen3ForSequenceClassification"), "is not a causal language model"),
     "both ways": (lambda: tiny_model("BertLMHeadModel"), "BertSelfAttention of layer 0 is not causal"),
     "chunks": (lambda: tiny_model("Llama4ForCausalLM", attention_chunk_size=8), "within chunks of 8 tokens"),

@@ -6,22 +6,22 @@ compared with those before, also if the call failed, and the training steps afte
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from radixtrain import RadixCache, RadixCollator, generate, share_prefixes
+from radixtrain import RadixCache, RadixCollator, share_prefixes
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.claims.mistakes import state_of
 from tests.support import cases
-from tests.support.batches import batch_of
+from tests.support.batches import batch_of, generated
 
 PROMPTS = [[7, 8, 9, 10, 11, 1, 2], [7, 8, 9, 10, 11, 3], [30, 31, 32, 33]]
 BATCH: dict[str, Any] = batch_of(PROMPTS)
-OPTIONS: dict[str, Any] = {**BATCH, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-LOGITS = {"output_logits": True, "return_dict_in_generate": True}
-EXACT = 1e-12
+answers = partial(generated, prompts=PROMPTS, max_new_tokens=4, eos_token_id=None)
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +40,15 @@ def with_lora(model: Any, **options: Any) -> Any:
 def test_changed_weights(tiny_qwen3: Callable[..., Any]) -> None:
     """What a cache gives afterwards is what no cache gives. Other changes: tests/radixtrain/generation."""
     model, cache = share_prefixes(tiny_qwen3()).double(), RadixCache()
-    generate(model, cache=cache, **OPTIONS)
-    generate(model, cache=cache, **OPTIONS)
+    answers(model, cache=cache)
+    answers(model, cache=cache)
     hits = cache.counters.num_hits
     assert hits == sum(len(prompt) - 1 for prompt in PROMPTS), "nothing changed, nothing found"
     steps_of(model, "shared")
-    found, fresh = (generate(model, cache=each, **OPTIONS, **LOGITS) for each in (cache, None))
+    found, fresh = (answers(model, cache=each) for each in (cache, None))
     assert torch.equal(found.sequences, fresh.sequences)
-    worst = max((one - other).abs().max().item() for one, other in zip(found.logits, fresh.logits, strict=True))
-    assert worst <= EXACT and cache.counters.num_hits - hits < hits, "old keys were met"
+    torch.testing.assert_close(found.logits, fresh.logits, rtol=0, atol=1e-12)
+    assert cache.counters.num_hits - hits < hits, "old keys were met"
 
 
 def trained_by(kind: str, tiny_qwen3: Callable[..., Any]) -> Any:
@@ -70,27 +70,6 @@ def batch_for(kind: str) -> dict[str, Any]:
         return RadixCollator()([{"input_ids": ids, "labels": ids} for ids in PROMPTS])
     is_first = BATCH["attention_mask"].cumsum(1) <= 1  # predicted from padding
     return {**BATCH, "labels": BATCH["input_ids"].masked_fill(is_first, -100)}
-
-
-def state_of(model: Any) -> dict[str, Any]:
-    """All that generation could leave changed, apart from weights."""
-    modules = dict(model.named_modules())
-    hooks = {
-        f"{name}: {kind}": list(getattr(module, kind).items())
-        for name, module in modules.items()
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    }
-    configs = {name: getattr(module, "config", None) for name, module in modules.items()}
-    return {
-        "hooks": hooks,
-        "forward": {name: module.__dict__.get("forward") for name, module in modules.items()},
-        "training": {name: module.training for name, module in modules.items()},
-        "attention": {name: getattr(config, "_attn_implementation", None) for name, config in configs.items()},
-        "use_cache": {name: getattr(config, "use_cache", None) for name, config in configs.items()},
-        "requires_grad": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
-        "gradients": torch.is_grad_enabled(),
-        "generation_config": model.generation_config.to_dict(),
-    }
 
 
 def random_state() -> list[Any]:
@@ -126,16 +105,16 @@ def test_all_is_restored(tiny_qwen3: Callable[..., Any], kind: str) -> None:
     """
     model, without = (trained_by(kind, tiny_qwen3) for _ in range(2))
     without.load_state_dict(model.state_dict())
-    before, drawn = state_of(model), random_state()
-    generate(model, **OPTIONS)
-    assert state_of(model) == before and random_state() == drawn
+    before = state_of(model), random_state()
+    answers(model)
+    assert (state_of(model), random_state()) == before
     with pytest.raises(KeyboardInterrupt):
-        generate(model, cache=RadixCache(), logits_processor=[interrupted], **OPTIONS)
-    assert state_of(model) == before and random_state() == drawn
+        answers(model, cache=RadixCache(), logits_processor=[interrupted])
+    assert (state_of(model), random_state()) == before
     layer = next(module for name, module in model.named_modules() if name.endswith("layers.1.mlp"))
     handle = layer.register_forward_pre_hook(interrupted)
     with pytest.raises(KeyboardInterrupt):
-        generate(model, cache=RadixCache(), **OPTIONS)
+        answers(model, cache=RadixCache())
     handle.remove()
-    assert state_of(model) == before and random_state() == drawn
+    assert (state_of(model), random_state()) == before
     assert all(map(torch.equal, steps_of(model, kind), steps_of(without, kind)))

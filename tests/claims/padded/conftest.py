@@ -1,10 +1,3 @@
 """What every test of padded batches needs."""
 
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of chains and strips of a few rows, so that a try of 40 tokens is as many calls as a real batch."""
-    monkeypatch.setattr("radixtrain.kernels.cpu_loops.BUNDLE", 4)
-    monkeypatch.setattr("radixtrain.kernels.cpu_loops.STRIP", 6)
+from tests.claims.equivalence.conftest import small_groups  # noqa: F401 - in the same groups as collated ones

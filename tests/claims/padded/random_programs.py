@@ -73,27 +73,17 @@ def factor_for(x: Tensor) -> Tensor:
     return found * is_token(x.shape[:-1])[..., None] if x.ndim else found
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2 + 0 * ctx.saved_tensors[0]
-
-
 class Same(torch.autograd.Function):
     """Returns what it gets, with another gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 0.5
+        return grad * 0.5 + 0 * ctx.saved_tensors[0]
 
 
 class Changed(torch.autograd.Function):
@@ -153,8 +143,6 @@ def views(run: Run) -> Steps:
         "view(-1, W)": lambda x: x.view(-1, x.shape[-1]),
         "flatten(0, 1)": lambda x: x.flatten(0, 1),
         "transpose": lambda x: x.transpose(0, 1),
-        "expand": lambda x: x[:1].expand(3, *x.shape[1:]),
-        "iter": lambda x: next(iter(x)),
         "split": lambda x: x.split(2)[1],
         "detach": Tensor.detach,
         "data": lambda x: x.data,
@@ -168,11 +156,9 @@ def copies(run: Run) -> Steps:
         "reshape": lambda x: x.reshape(-1, x.shape[-1]),
         "reshape shifted": lambda x: x[:, :-1].reshape(-1, x.shape[-1]),
         "contiguous shifted": lambda x: x[..., :-1, :].contiguous(),
-        "float": Tensor.float,
         "double": Tensor.double,
         "to": lambda x: x.to(torch.float32),
         "mask": lambda x: x[labels_for(x) != -100],
-        "cat": lambda x: torch.cat([x, x]),
         "deepcopy": copy.deepcopy,
     }
 
@@ -180,18 +166,13 @@ def copies(run: Run) -> Steps:
 def functions(run: Run) -> Steps:
     return {
         "head": lambda x: run.model.lm_head(x),
-        "temperature": lambda x: x / 0.7,
-        "scale": lambda x: 1.5 * x,
-        "softcap": lambda x: torch.tanh(x / 2) * 2,
+        "softcap": lambda x: 2 * torch.tanh(x / 2),
         "log_softmax": lambda x: x.log_softmax(-1),
-        "F.log_softmax": lambda x: functional.log_softmax(x, dim=-1),
         "log_softmax in float64": lambda x: x.log_softmax(-1, dtype=torch.float64),
-        "softmax": lambda x: torch.softmax(x, dim=-1),
         "log_softmax of places": lambda x: x.log_softmax(0),
         "times a tensor": lambda x: x * factor_for(x),
         "square": lambda x: x * x,
         "where": lambda x: torch.where(factor_for(x) > 1.2, x, x.detach()),
-        "a function": Doubled.apply,
         "the same": Same.apply,
         "checkpoint head": lambda x: checkpoint(run.model.lm_head, x, use_reentrant=False),
         "checkpoint": lambda x: checkpoint(lambda y: (y / 3).softmax(-1), x, use_reentrant=True),
@@ -202,14 +183,12 @@ def changes_in_place(run: Run) -> Steps:
     return {
         "+=": lambda x: plus(x, run.held[0]),
         "mul_ by places": lambda x: x.mul_(factor_for(x)),
-        "clamp_": lambda x: x.clamp_(-0.5, 0.5),
         "x[0] = 0": lambda x: x.__setitem__(0, 0.0),
         "x[:, 1:] *= 2": lambda x: x[:, 1:].mul_(2.0),
         "data.mul_": lambda x: x.data.mul_(0.5),
         "data =": lambda x: setattr(x, "data", x.data * 0.5),
         "out=": lambda x: torch.mul(x.detach(), 2.0, out=x.detach()),
         "numpy": lambda x: np.multiply(x.detach().numpy(), 0.5, out=x.detach().numpy()),
-        "no_grad": lambda x: torch.no_grad()(x.mul_)(0.5),
         "a function": lambda x: Changed.apply(x, False),
         "a function, by an alias": lambda x: Changed.apply(x, True),
         "a function, a view": lambda x: Changed.apply(x[:, 1:], False),
@@ -223,16 +202,13 @@ SILENT = {"data.mul_", "data =", "numpy"}
 def readers(run: Run) -> Steps:
     """What they return is compared."""
     return {
-        "item": lambda x: [x.mean().item(), x.max().item()],
         "values": lambda x: [x],
-        "sum": lambda x: [x.sum(-1), x.logsumexp(-1)],
         "numpy": lambda x: [torch.from_numpy(x.detach().numpy().copy())],
         "pickle": lambda x: [pickle.loads(pickle.dumps(x.detach()))],
         "dtype": lambda x: [x.dtype, x.shape, x.requires_grad, x.is_leaf],
         "layout": lambda x: [x.stride(), x.is_contiguous(), x.storage_offset()],
         "version": lambda x: [x._version, x.is_inference(), x.grad_fn is None],
         "memory": lambda x: [x.data_ptr() == each.data_ptr() for each in run.held],
-        "entropy": lambda x: [entropy(x)],
         "func.grad": lambda x: [torch.func.grad(lambda w: (x.detach() * w).sum())(torch.ones(()).to(x))],
     }
 
@@ -274,12 +250,9 @@ def losses(run: Run) -> Steps:
         "by axis": lambda x: functional.cross_entropy(x.mT, labels_for(x)),
         "per row": lambda x: torch.stack([cross_entropy(row) * (n + 1) for n, row in enumerate(x)]).mean(),
         "z": lambda x: of_each(x.logsumexp(-1).square()),
-        "z keepdim": lambda x: x.logsumexp(-1, keepdim=True).square().mean(),
         "entropy": lambda x: of_each(entropy(x)),
-        "divergence": lambda x: functional.kl_div(x.log_softmax(-1), (x / 2).detach().softmax(-1), reduction="sum"),
         "gather": lambda x: of_each(x.log_softmax(-1).gather(-1, tokens_for(x))),
         "selected": lambda x: of_each(selected(x)),
-        "masked": lambda x: x[labels_for(x) != -100].square().mean(),
         "squares": lambda x: of_each(x.square()),
         "checkpoint": lambda x: checkpoint(cross_entropy, x, use_reentrant=False),
         "checkpoint z": lambda x: checkpoint(lambda y: of_each(y.logsumexp(-1)), x, use_reentrant=True),
@@ -288,13 +261,13 @@ def losses(run: Run) -> Steps:
 
 
 KINDS: dict[str, tuple[Callable[[Run], Steps], int]] = {
-    "view": (views, 6),
-    "copy": (copies, 3),
+    "view": (views, 4),
+    "copy": (copies, 4),
     "function": (functions, 4),
-    "in place": (changes_in_place, 3),
-    "reader": (readers, 3),
-    "gradient": (gradients, 1),
-    "loss": (losses, 4),
+    "in place": (changes_in_place, 5),
+    "reader": (readers, 2),
+    "gradient": (gradients, 3),
+    "loss": (losses, 6),
 }
 NAMES = {kind: [*steps(Run(None, {}))] for kind, (steps, _) in KINDS.items()}
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -372,9 +345,7 @@ def allowed(lines: list[Line], way: str) -> list[Line]:
         is_silent = each.name in SILENT and {"function", "loss"} & {*before}
         on_changed = each.kind == "gradient" and "view" in before and "in place" in before
         of_padding = (
-            each.kind in ("reader", "gradient")
-            or each.context
-            or each.name in ("detach", "data", "where", "+=", "clamp_")
+            each.kind in ("reader", "gradient") or each.context or each.name in ("detach", "data", "where", "+=")
         )
         of_inference = (each.name, each.context) == ("data =", "inference_mode")
         mixed = each.name == "labels" and "autocast" in (each.context, way)
@@ -445,14 +416,14 @@ def bar_of(program: Program, context: str) -> float:
     """Of what casts to fewer bits, some units of them may be rounded otherwise: 16 of bfloat16."""
     if "autocast" in {context, *(each.context for each in program[1])}:
         return 2**-4
-    return 1e-5 if {"float", "to", "labels"} & {each.name for each in program[1]} else 1e-12
+    return 1e-5 if {"to", "labels"} & {each.name for each in program[1]} else 1e-12
 
 
 def may_refuse(program: Program, error: BaseException | None, is_padded: bool) -> bool:
     """Whether a refusal is one of these: a gradient that is wanted late, padding."""
     if "gradient at each place" in str(error):
         lines = [*enumerate(program[1])]
-        reads = [n for n, line in lines if line.kind in ("function", "copy", "loss") or line.name == "sum"]
+        reads = [n for n, line in lines if line.kind in ("function", "copy", "loss")]
         wants = [n for n, line in lines if line.kind == "gradient" or line.name == "version"]
         return bool(reads and wants) and min(reads) < max(wants)
     return is_padded and "attention_mask hides" in str(error)

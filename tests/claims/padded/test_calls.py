@@ -1,7 +1,6 @@
 """Ways to call a model of `share_prefixes` and to use what it returns, each against the untouched model."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -15,10 +14,10 @@ from torch.nn.functional import cross_entropy
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf.padded.calls import LEARNS_NOTHING
-from radixtrain.verification.oracle import float64_throughout, gradients_of
+from radixtrain.verification.oracle import gradients_of
 from tests.support.batches import PaddedBatch, pad
 from tests.support.models import tiny_hybrid, tiny_qwen3
-from tests.support.steps import same_gradient
+from tests.support.steps import in_float64, same_gradient
 
 BAR = 1e-12
 ROWS = [[7, 8, 9, 1, 2], [7, 8, 9, 3], [7, 8, 5, 6, 4, 4], [7, 8, 9, 1]]
@@ -57,31 +56,27 @@ def test_the_gradient(batch: PaddedBatch, logits_of: Callable[..., Tensor]) -> N
     assert sharing_report(model).num_shared >= 1 and not sharing_report(model).not_shared, sharing_report(model)
 
 
-def check_values(model: Any, batch: PaddedBatch, layers: Any) -> None:
+def test_a_cast_that_is_none_and_a_view_that_is_an_error(batch: PaddedBatch) -> None:
+    logits = share_prefixes(tiny_qwen3(), min_ratio=0.0)(**batch.inputs, use_cache=False).logits
+    assert logits.to(logits.dtype) is logits
+    with pytest.raises(RuntimeError, match="is invalid for input of size"):
+        logits.view(3, 7)
+
+
+VALUES = [(torch.no_grad, False, True), (torch.inference_mode, True, True)]  # of a reference model, of an evaluation
+VALUES += [(torch.enable_grad, False, layers) for layers in (True, [0, -1], [1], -1, [])]
+
+
+@pytest.mark.parametrize(("mode", "training", "layers"), VALUES)
+def test_values(batch: PaddedBatch, mode: Any, training: bool, layers: Any) -> None:
     """Logits and hidden states are those of the untouched model; states of layers that are not wanted are None."""
-    wanted = {**batch.inputs, "use_cache": False, "output_hidden_states": layers}
-    shared = share_prefixes(deepcopy(model), min_ratio=0.0)
-    truth, found = ([each.logits, *(each.hidden_states or ())] for each in (model(**wanted), shared(**wanted)))
+    model, wanted = tiny_qwen3().train(training), {**batch.inputs, "use_cache": False, "output_hidden_states": layers}
+    with in_float64(model) as pair, mode():
+        truth, found = ([each.logits, *(each.hidden_states or ())] for each in (model(**wanted), pair.shared(**wanted)))
     for one, other in zip(truth, found, strict=True):
         assert (one is None) == (other is None)
         assert one is None or (other - one)[batch.kept].norm() <= BAR * one[batch.kept].norm()
-    assert sharing_report(shared).num_shared == 1
-
-
-@pytest.mark.parametrize(
-    ("mode", "training"), [(torch.no_grad, False), (torch.inference_mode, True), (torch.enable_grad, False)]
-)
-def test_values(batch: PaddedBatch, mode: Any, training: bool) -> None:
-    """As a reference model and an evaluation call it."""
-    model = tiny_qwen3().train(training)
-    with float64_throughout(model), mode():
-        check_values(model, batch, layers=True)
-
-
-@pytest.mark.parametrize("layers", [[0, -1], [1], -1, []])
-def test_hidden_states_of_some_layers(batch: PaddedBatch, layers: Any) -> None:
-    with float64_throughout(model := tiny_qwen3()):
-        check_values(model, batch, layers)
+    assert sharing_report(pair.shared).num_shared == 1
 
 
 def collated(model: Any, batch: PaddedBatch) -> Any:
@@ -105,10 +100,11 @@ def test_a_default_device_of_another_kind(make: Any, batch: PaddedBatch, loss: A
 
 
 READERS = {
-    "a label of padding": lambda output, labels: cross_entropy(output.logits[:, :-1].mT, labels[:, 1:]),
+    "a label of padding": lambda output, labels: cross_entropy(output.logits[:, :-1].mT, labels[:, 1:].clamp(min=0)),
+    "the label of the first token, predicted from padding on the left": lambda output, labels: output.loss,
     "the states of an inner layer": lambda output, labels: output.hidden_states[1].square().mean(),
     "a distance, with a gradient to every token": lambda output, labels: (
-        (output.hidden_states[-1] - output.hidden_states[-1][:, :1]).square().sum()
+        (output.hidden_states[-1] - output.hidden_states[-1][:, 2:3]).square().sum()
     ),
     "the last column": lambda output, labels: output.logits[:, -1].logsumexp(-1).sum(),
 }
@@ -117,25 +113,13 @@ READERS = {
 @pytest.mark.parametrize("reads", READERS)
 def test_a_loss_that_reads_padding_is_refused(reads: str) -> None:
     """In the backward pass, because only the loss knows what it reads."""
-    ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 0, 0, 0]])
-    model = share_prefixes(tiny_qwen3())
-    output = model(input_ids=ids, attention_mask=(ids != 0).long(), output_hidden_states=True)
-    loss = READERS[reads](output, ids)
-    with pytest.raises(UserError, match="places that attention_mask hides"):
+    ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [0, 7, 8, 0, 0]])
+    model, labels = share_prefixes(tiny_qwen3()), ids.masked_fill(ids == 0, -100)
+    output = model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels, output_hidden_states=True)
+    loss = READERS[reads](output, labels)
+    with pytest.raises(UserError, match=r"places that attention_mask hides.* label of the first token"):
         loss.backward()
     assert sharing_report(model).num_shared == 1
-
-
-def test_the_first_label_after_left_padding_is_refused() -> None:
-    """It is predicted from padding. Hugging Face's own loss reads it, if the label is there."""
-    ids = torch.tensor([[0, 7, 8, 9], [7, 8, 9, 1], [0, 0, 7, 8]])
-    labels = ids.masked_fill(ids == 0, -100)
-    model = share_prefixes(tiny_qwen3())
-    loss = model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss
-    with pytest.raises(UserError, match="label of the first token"):
-        loss.backward()
-    labels[:, 1:].masked_fill_(ids[:, :-1] == 0, -100)
-    model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss.backward()
 
 
 def kept_by_hook(x: Tensor, loss: Tensor) -> Any:
@@ -195,7 +179,10 @@ LEARN_NOTHING: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", LEARN_NOTHING)
 @pytest.mark.filterwarnings("ignore:.*merge")
 def test_a_model_that_learns_nothing(name: str, kind: str) -> None:
-    """Training it is torch's own error, as without sharing."""
+    """Training it is torch's own error, as without sharing.
+
+    With gradients a loss that reads padding could not be noticed, without them there is no loss to notice.
+    """
     ids = torch.tensor([[7, 8, 9, 1], [7, 8, 9, 0 if kind == "padded" else 3]])
     features = [{"input_ids": row[row != 0].tolist()} for row in ids]
     inputs: Any = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
@@ -211,21 +198,10 @@ def test_a_model_that_learns_nothing(name: str, kind: str) -> None:
             losses[-1].backward()
     torch.testing.assert_close(losses[1], losses[0])
     assert list(sharing_report(model).not_shared) == ([LEARNS_NOTHING] if kind == "padded" else [])
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_probe_on_a_frozen_model(training: bool) -> None:
-    """A loss that reads padding could not be noticed without a gradient that nobody asked for."""
-    ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 0, 0, 0]])
-    padded = {"input_ids": ids, "attention_mask": (ids != 0).long(), "use_cache": False}
-    ordinary, shared = (tiny_qwen3().train(training).requires_grad_(False) for _ in range(2))
-    share_prefixes(shared)
-    expected, found = (model.model(**padded).last_hidden_state for model in (ordinary, shared))
-    assert torch.equal(expected, found) and not sharing_report(shared).num_shared
-    assert shared.model(input_ids=ids[:, :2], use_cache=False).last_hidden_state.numpy().size
-    with torch.no_grad():
-        shared.model(**padded)
-    assert sharing_report(shared).num_shared == 2
+    if kind == "padded":
+        with torch.no_grad():
+            model(**inputs, use_cache=False)
+        assert sharing_report(model).num_shared == 1
 
 
 def test_the_cache_that_training_does_not_make() -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixtrain import position_wise, share_prefixes, sharing_report
 from radixtrain.errors import UserError
@@ -21,12 +20,12 @@ from radixtrain.hf.padded import causes
 from radixtrain.hf.padded.causes import OTHER_MASK, READS_GRADIENT, TOLD_APART, UNSEEN_TOWER, Causes
 from radixtrain.verification.oracle import float64_throughout
 from tests.claims.mistakes import SEEN, plant, returning
-from tests.support.batches import KINDS, ROWS, image_batch_of
+from tests.support.batches import KINDS, ROWS, Kind, image_batch_of
 from tests.support.models import tiny_model
 from tests.support.steps import same_gradient
 from tests.support.trainers import same_call
 
-QWEN, LLAVA, GEMMA = (KINDS[name] for name in ("Qwen3-VL", "LLaVA", "Gemma 3"))
+QWEN, LLAVA = KINDS["Qwen3-VL"], KINDS["LLaVA"]
 TWICE = [[7, "A", 8, 9], [7, "A", 8, 10]]
 
 
@@ -71,44 +70,57 @@ def test_two_pictures_behind_a_projector_of_zeros_are_two() -> None:
     assert sharing_report(model).num_unique_tokens == 1 + 2 * (4 + 1)
 
 
-def test_the_position_on_each_axis() -> None:
+AXES: list[tuple[str, Any, int]] = [("Qwen3-VL", axis, 4) for axis in range(3)]
+AXES += [(name, ..., 1) for name in ("Gemma 3", "Gemma 4, in both directions")]  # whose blocks count as a whole
+
+
+@pytest.mark.parametrize(("name", "axis", "num_shared"), AXES)
+def test_the_position_on_each_axis(name: str, axis: Any, num_shared: int) -> None:
     """Equal ids and pictures, and other positions on one axis from the second feature on."""
-    inputs, kept = image_batch_of(QWEN, [[7, "A", 8], [7, "A", 8]])
+    model, (inputs, kept) = KINDS[name].build(), image_batch_of(KINDS[name], [[7, "A", 8], [7, "A", 8]])
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw")
-    for axis in range(3):
-        model = QWEN.build()
-        inputs["position_ids"] = model.model.get_rope_index(**{name: inputs[name] for name in names})[0].clone()
-        inputs["position_ids"][axis, 1, 4:] += 3
-        assert same_call(model, inputs, kept).num_unique_tokens == 4 + 2 * (kept.shape[1] - 4)
+    if axis is ...:
+        positions = torch.arange(kept.shape[1]).repeat(2, 1)
+    else:
+        positions = model.model.get_rope_index(**{name: inputs[name] for name in names})[0].clone()
+    positions[axis, 1, 4:] += 3
+    report = same_call(model, {**inputs, "position_ids": positions}, kept)
+    assert report.num_unique_tokens == num_shared + 2 * (kept.shape[1] - num_shared)
 
 
-def after_each_place(module: nn.Module, output: Any) -> Any:
-    """Something that tells equal tokens apart: each row of the output gets another multiple."""
+def after_each_place(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """A hook that tells equal tokens apart: each row of the output gets another multiple."""
     rows = output.flatten(0, -2)
     return (rows * torch.linspace(1, 2, len(rows), dtype=rows.dtype)[:, None]).view(output.shape)
 
 
-def test_deep_features_that_differ_are_seen() -> None:
-    model = QWEN.build()
-    # What the tower returns for each image goes into the decoder layers too, and there only it is changed.
-    model.model.language_model.register_forward_pre_hook(change_deep_features, with_kwargs=True)
-    assert unshared(model, *image_batch_of(QWEN, TWICE)) == TOLD_APART
+# What stands between the ids and the decoder, and gradients that are read there.
 
 
 def change_deep_features(decoder: nn.Module, args: Any, given: dict[str, Any]) -> Any:
     levels = given["deepstack_visual_embeds"]
-    return args, {**given, "deepstack_visual_embeds": [levels[0], after_each_place(decoder, levels[1])]}
+    return args, {**given, "deepstack_visual_embeds": [levels[0], after_each_place(decoder, args, levels[1])]}
 
 
-# What stands between the ids and the decoder.
+def of_deep_features(model: Any) -> None:
+    """What the tower returns for each image goes into the decoder layers too, and there only it is changed."""
+    model.model.language_model.register_forward_pre_hook(change_deep_features, with_kwargs=True)
 
 
-def a_hook(model: Any) -> None:
-    model.get_input_embeddings().register_forward_hook(lambda module, args, output: after_each_place(module, output))
+def of_embeddings(hook: Callable[..., Any]) -> Callable[[Any], None]:
+    return lambda model: model.get_input_embeddings().register_forward_hook(hook)
 
 
-def noise(model: Any) -> None:
-    model.get_input_embeddings().register_forward_hook(lambda module, args, output: output + torch.rand_like(output))
+def noise(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output + torch.rand_like(output)
+
+
+def keep_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.retain_grad()
+
+
+def hook_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.register_hook(torch.neg)
 
 
 def a_tower_that_draws(model: Any) -> None:
@@ -118,11 +130,36 @@ def a_tower_that_draws(model: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("change", [a_hook, noise, a_tower_that_draws])
-def test_what_tells_equal_tokens_apart_before_the_decoder(change: Callable[[Any], None]) -> None:
-    model = LLAVA.build().train()
-    change(model)
-    assert unshared(model, *image_batch_of(LLAVA, TWICE)) == TOLD_APART
+def backward_hook_at(part: str) -> Callable[[Any], None]:
+    return lambda model: model.model.get_submodule(part).register_full_backward_hook(lambda *_: None)
+
+
+def longer_than_its_window() -> Kind:
+    """Of the unified Gemma 4, whose images of 16 tokens see each other beyond 15."""
+    kind = KINDS["Gemma 4 unified"]
+    return replace(
+        kind, settings={**kind.settings, "text_config": {**kind.settings["text_config"], "sliding_window": 15}}
+    )
+
+
+UNSHARED: dict[str, tuple[Kind, Callable[[Any], None], str]] = {
+    "deep features that differ": (QWEN, of_deep_features, TOLD_APART),
+    "a hook": (LLAVA, of_embeddings(after_each_place), TOLD_APART),
+    "noise": (LLAVA, of_embeddings(noise), TOLD_APART),
+    "a tower that draws": (LLAVA, a_tower_that_draws, TOLD_APART),
+    "a gradient that is kept": (LLAVA, of_embeddings(keep_gradient), READS_GRADIENT),
+    "a hook of a gradient": (LLAVA, of_embeddings(hook_gradient), READS_GRADIENT),
+    "a backward hook of the projector": (LLAVA, backward_hook_at("multi_modal_projector"), READS_GRADIENT),
+    "a backward hook of the embedding": (LLAVA, backward_hook_at("language_model.embed_tokens"), READS_GRADIENT),
+    "an image that is longer than its window": (longer_than_its_window(), lambda model: None, OTHER_MASK),
+}
+
+
+@pytest.mark.parametrize("name", UNSHARED)
+def test_what_is_not_shared(name: str) -> None:
+    kind, change, reason = UNSHARED[name]
+    change(model := kind.build().train())
+    assert unshared(model, *image_batch_of(kind, TWICE)) == reason
 
 
 def test_what_treats_each_token_alike_before_the_decoder_is_shared() -> None:
@@ -176,122 +213,41 @@ def test_a_tower_that_is_not_seen() -> None:
     assert unshared(LLAVA.build(), *image_batch_of(LLAVA, ROWS), share) == UNSEEN_TOWER
 
 
-# Waits.
-
-
-@position_wise
-class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for a device: numbers that are read, and copies to the host."""
-
-    OPS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in self.OPS:
-            self.ops.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def waits_of(model: Any, inputs: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Count the waits of a call, after one that has made what a model makes once."""
-    model(**inputs, use_cache=False)
-    copies: list[Any] = []
-    real = Tensor.cpu
-    with monkeypatch.context() as patched, Waits() as waits:
-        patched.setattr(Tensor, "cpu", lambda self, *args: (copies.append(self), real(self, *args))[1])
-        model(**inputs, use_cache=False)
-    return len(waits.ops) + len(copies)
-
-
 @pytest.mark.parametrize("name", ["LLaVA", "Qwen3-VL", "Gemma 3", "Gemma 4", "Idefics3"])
-def test_a_plain_lookup_needs_ids_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call without images waits no more often than one of its text decoder, which gets ids."""
-    inputs = {**TEXT, "attention_mask": torch.ones(2, 3).long()}
-
-    def further(part_of: Callable[[Any], Any], change: Callable[[Any], Any]) -> int:
-        """Count the waits that sharing adds."""
-        ordinary, model = (part_of(change(KINDS[name].build().train())) for _ in range(2))
-        waits = waits_of(ordinary, inputs, monkeypatch)
-        further = waits_of(share_prefixes(model, min_ratio=0.0), inputs, monkeypatch) - waits
-        assert sharing_report(model).num_shared == 2
-        return further
-
-    of_text = further(lambda model: model.model.get_decoder(), lambda model: model)
-    assert further(lambda model: model, lambda model: model) <= of_text
-    assert further(lambda model: model, doubled) > of_text, "after a hook the bits are compared"
+def test_a_plain_lookup_needs_ids_only(name: str) -> None:
+    """In a call without images no bits are compared and no mask is proved, for which the host would wait."""
+    waits: list[Any] = []
+    model = shared(KINDS[name].build().train())
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, function in ((causes, "bits_of"), (Causes, "_proved_window")):
+            plant(patch, owner, function, lambda real, *args: (waits.append(real), real(*args))[1])
+        model(**TEXT, use_cache=False)
+        assert sharing_report(model).num_shared == 1 and not waits
+        model.get_input_embeddings().register_forward_hook(lambda module, args, output: output * 2)
+        model(**TEXT, use_cache=False)
+        assert sharing_report(model).num_shared == 2 and waits
 
 
-def doubled(model: Any) -> Any:
-    model.get_input_embeddings().register_forward_hook(lambda module, args, output: output * 2)
-    return model
+# Gradients at the embeddings that are wanted after the decoder ran.
 
 
-# Gradients at the embeddings.
-
-
-def keep_gradient(x: Tensor, kept: list[Tensor]) -> None:
-    x.retain_grad()
-    kept.append(x)
-
-
-def hook_gradient(x: Tensor, kept: list[Tensor]) -> None:
-    x.register_hook(kept.append)
-
-
-TEXT = {"input_ids": torch.tensor([[7, 8, 9], [7, 8, 10]])}
+TEXT = {"input_ids": torch.tensor([[7, 8, 9], [7, 8, 10]]), "attention_mask": torch.ones(2, 3).long()}
 IMAGES = {name: x.float() if x.is_floating_point() else x for name, x in image_batch_of(LLAVA, TWICE)[0].items()}
+READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "retain_grad": lambda x, loss: (x.retain_grad(), loss.backward()),
+    "a hook": lambda x, loss: (x.register_hook(torch.neg), loss.backward()),
+    "autograd.grad": lambda x, loss: torch.autograd.grad(loss, x),
+}
 
 
-@pytest.mark.parametrize("reader", [keep_gradient, hook_gradient])
+@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("inputs", [TEXT, IMAGES], ids=["text", "images"])
-def test_a_gradient_read_where_ids_are_embedded(inputs: dict[str, Tensor], reader: Callable[..., Any]) -> None:
-    """Known before the decoder runs, so that the call is not shared; else the backward pass is refused."""
-    model, seen, embedded = LLAVA.build().train(), list[Tensor](), list[Tensor]()
-    embedding = model.get_input_embeddings()
-    early = embedding.register_forward_hook(lambda module, args, output: reader(output, seen))
-    shared(model)(**inputs, use_cache=False).logits.sum().backward()
-    assert list(sharing_report(model).not_shared) == [READS_GRADIENT] and seen
-    early.remove()
-    embedding.register_forward_hook(lambda module, args, output: embedded.append(output))
-    logits = model(**inputs, use_cache=False).logits
-    reader(embedded[0], seen)  # later ones are of the trial of the model
-    with pytest.raises(UserError, match="a gradient is read at inputs_embeds"):
-        logits.sum().backward()
-
-
-@pytest.mark.parametrize("part", ["multi_modal_projector", "language_model.embed_tokens"])
-def test_a_backward_hook_before_the_decoder(part: str) -> None:
-    """It gets the gradients of the untouched model."""
-    found = []
-    for share in (lambda model: model, shared):
-        torch.manual_seed(0)
-        model, seen = LLAVA.build().train().double(), list[Tensor]()
-        module = model.model.get_submodule(part)
-        module.register_full_backward_hook(lambda module, inner, outer, seen=seen: seen.append(outer[0]))
-        inputs, kept = image_batch_of(LLAVA, TWICE)
-        share(model)(**inputs, use_cache=False).logits[kept].log_softmax(-1)[:, ::3].mean().backward()
-        found.append(seen)
-    assert len(found[0]) == len(found[1]) and list(sharing_report(model).not_shared) == [READS_GRADIENT]
-    assert all(map(torch.equal, *found))
-
-
-def test_a_gradient_asked_of_autograd_where_ids_are_embedded() -> None:
+def test_a_gradient_read_late_where_ids_are_embedded(inputs: dict[str, Tensor], reader: str) -> None:
     model, embedded = LLAVA.build().train(), list[Tensor]()
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: embedded.append(output))
-    loss = shared(model)(**TEXT, use_cache=False).logits.sum()
+    loss = shared(model)(**inputs, use_cache=False).logits.sum()
     with pytest.raises(UserError, match="a gradient is read at inputs_embeds"):
-        torch.autograd.grad(loss, embedded)
-
-
-def test_an_image_that_is_longer_than_its_window() -> None:
-    """Of the unified Gemma 4, whose images of 16 tokens see each other beyond 15."""
-    kind = KINDS["Gemma 4 unified"]
-    settings = {**kind.settings, "text_config": {**kind.settings["text_config"], "sliding_window": 15}}
-    assert unshared(replace(kind, settings=settings).build(), *image_batch_of(kind, TWICE)) == OTHER_MASK
+        READERS[reader](embedded[0], loss)  # later ones are of the trial of the model
 
 
 # Mistakes. Each changes what the real function returns.
@@ -324,15 +280,15 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any], Callable[[], Any]]] = {
     ),
     "ids and pictures only": (
         *(causes, "_of_pairs", lambda real, codes, others: codes),
-        test_the_position_on_each_axis,
+        lambda: test_the_position_on_each_axis("Qwen3-VL", 0, 4),
     ),
     "deep features are not compared": (
         *(Causes, "check_bits", no_bits_of("deepstack_visual_embeds")),
-        test_deep_features_that_differ_are_seen,
+        lambda: test_what_is_not_shared("deep features that differ"),
     ),
     "embeddings are not compared": (
         *(Causes, "check_bits", no_bits_of("inputs_embeds")),
-        lambda: test_what_tells_equal_tokens_apart_before_the_decoder(a_hook),
+        lambda: test_what_is_not_shared("a hook"),
     ),
     "images that are not seen are ids": (
         *(causes, "OF_PICTURES", returning(())),
@@ -340,7 +296,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any], Callable[[], Any]]] = {
     ),
     "a tower's draws are those of the distinct images": (
         *(pictures, "has_drawn", returning(False)),
-        lambda: test_what_tells_equal_tokens_apart_before_the_decoder(a_tower_that_draws),
+        lambda: test_what_is_not_shared("a tower that draws"),
     ),
     "batch norms see each image once": (
         *(pictures, "_what_features_show", returning(None)),
@@ -352,15 +308,19 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any], Callable[[], Any]]] = {
     ),
     "no one reads a gradient": (
         *(causes, "_is_read", returning(False)),
-        lambda: test_a_gradient_read_where_ids_are_embedded(IMAGES, keep_gradient),
+        lambda: test_what_is_not_shared("a gradient that is kept"),
     ),
     "no one asks autograd": (
         *(causes, "_is_wanted", returning(False)),
-        test_a_gradient_asked_of_autograd_where_ids_are_embedded,
+        lambda: test_a_gradient_read_late_where_ids_are_embedded(IMAGES, "autograd.grad"),
     ),
     "masks are not compared": (
         *(Causes, "_is_within", returning(True)),
-        test_an_image_that_is_longer_than_its_window,
+        lambda: test_what_is_not_shared("an image that is longer than its window"),
+    ),
+    "every lookup is not plain": (
+        *(causes, "is_plain", returning(False)),
+        lambda: test_a_plain_lookup_needs_ids_only("LLaVA"),
     ),
 }
 
@@ -371,10 +331,3 @@ def test_a_mistake_is_seen(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     plant(monkeypatch, *planted)
     with pytest.raises(SEEN):
         check()
-
-
-def test_every_embedding_is_compared_if_its_lookup_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mistake of `test_a_plain_lookup_needs_ids_only`: to take every lookup for one that is not plain."""
-    plant(monkeypatch, causes, "is_plain", returning(False))
-    with pytest.raises(AssertionError):
-        test_a_plain_lookup_needs_ids_only("LLaVA", monkeypatch)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from radixtrain import restore_model
-from tests.support import FULL, cases
-from tests.support.models import CORE, tiny_qwen3
+from tests.support import cases
+from tests.support.models import tiny_qwen3
 from tests.support.steps import assert_generates_the_same
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -30,11 +29,3 @@ def test_ways_to_generate(way: str) -> None:
     """In training mode too, in which some trainers sample."""
     for training in (True, False):
         assert_generates_the_same(tiny_qwen3().train(training), **WAYS[way])
-
-
-@FULL
-@pytest.mark.parametrize("name", ["DeepSeek-V3", "Gemma 2", "GPT-2", "gpt-oss", "Mistral", "OPT", "Qwen3-MoE"])
-def test_families(name: str) -> None:
-    model = next(family for family in CORE if family.name == name).build()
-    for use_cache in (True, False):
-        assert_generates_the_same(restore_model(model), use_cache=use_cache)

@@ -14,19 +14,20 @@ from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.testing import assert_within_reference_error, relative_error
 from radixtrain.verification.oracle import float64_arithmetic
+from tests.claims.mistakes import plant
 from tests.support.models import tiny_qwen3
+from tests.support.trainers import padded_with_labels
 
 pytest.importorskip("liger_kernel", reason="pip install --no-deps liger-kernel")
 from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, _apply_liger_kernel_to_instance
 from liger_kernel.transformers.functional import liger_cross_entropy
 
 PROMPT = [7, 8, 9, 7, 5, 4, 3, 8, 9, 1, 2, 6]
-IDS = torch.tensor([[*PROMPT, *end] for end in ([1, 2, 3, 4], [1, 2, 4, 0], [5, 6, 7, 8], [5, 9, 0, 0])])
-MASK = (IDS != 0).long()
-LABELS = IDS.masked_fill(MASK == 0, -100)
-LABELS[:, : len(PROMPT)] = -100
-BATCH = {"input_ids": IDS, "attention_mask": MASK}
-LENGTHS = MASK.sum(1)
+ENDS = [[1, 2, 3, 4], [1, 2, 4], [5, 6, 7, 8], [5, 9]]
+ROWS = [[*PROMPT, *end] for end in ENDS]
+RIGHT, LEFT = (
+    padded_with_labels(ROWS, [[-100] * len(PROMPT) + end for end in ENDS], side, 0) for side in ("right", "left")
+)
 ONLY_HEAD = {"rope": False, "rms_norm": False, "swiglu": False, "fused_linear_cross_entropy": True}
 
 
@@ -36,30 +37,18 @@ def liger() -> Any:
     return model
 
 
-def on_the_left(x: Tensor) -> Tensor:
-    return torch.stack([row.roll(len(row) - length) for row, length in zip(x, LENGTHS.tolist(), strict=True)])
+def of_the_model(batch: dict[str, Tensor] = RIGHT, **options: Any) -> Callable[[Any], Tensor]:
+    return lambda model: model(**batch, use_cache=False, **options).loss
 
 
-LEFT = {name: on_the_left(x) for name, x in BATCH.items()}
-
-
-def of_the_model(labels: Tensor = LABELS, batch: dict[str, Tensor] = BATCH, **options: Any) -> Callable[[Any], Tensor]:
-    return lambda model: model(**batch, labels=labels, use_cache=False, **options).loss
-
-
-def by_hand(**options: Any) -> Callable[[Any], Tensor]:
+def by_hand(model: Any) -> Tensor:
     """Liger's module on the hidden states, in a loop of the user's own; in float64 torch's function."""
-
-    def loss_of(model: Any) -> Tensor:
-        hidden = model.model(**BATCH, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
-        labels = LABELS[:, 1:].flatten()
-        if hidden.dtype == torch.float64:
-            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), labels, **options)
-        else:
-            loss = LigerFusedLinearCrossEntropyLoss(**options)(model.lm_head.weight, hidden, labels)
-        return 0.3 * loss.sum()
-
-    return loss_of
+    inputs = {name: x for name, x in RIGHT.items() if name != "labels"}
+    hidden = model.model(**inputs, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+    labels = RIGHT["labels"][:, 1:].flatten()
+    if hidden.dtype == torch.float64:
+        return 0.3 * torch.nn.functional.cross_entropy(model.lm_head(hidden), labels)
+    return 0.3 * LigerFusedLinearCrossEntropyLoss()(model.lm_head.weight, hidden, labels)
 
 
 def in_bfloat16(model: Any) -> Tensor:
@@ -69,12 +58,10 @@ def in_bfloat16(model: Any) -> Tensor:
 
 CASES: dict[str, Callable[[Any], Tensor]] = {
     "mean": of_the_model(),
-    "padding on the left": of_the_model(on_the_left(LABELS), LEFT),
+    "padding on the left": of_the_model(LEFT),
     "items of a step": of_the_model(num_items_in_batch=torch.tensor(50)),
     "bfloat16": in_bfloat16,
-    "by hand": by_hand(),
-    "each by hand": by_hand(reduction="none"),
-    "smoothed": by_hand(label_smoothing=0.1),
+    "by hand": by_hand,
 }
 
 
@@ -107,28 +94,18 @@ def test_only_its_cross_entropy(monkeypatch):
 
 def test_a_label_of_padding_is_refused():
     with pytest.raises(UserError, match="places that attention_mask hides"):
-        of_the_model(IDS)(share_prefixes(liger())).backward()
+        of_the_model({**RIGHT, "labels": RIGHT["input_ids"]})(share_prefixes(liger())).backward()
 
 
-@pytest.mark.parametrize("ids", [IDS, IDS[:1].repeat(1, 2)], ids=["alike", "one row"])
-def test_a_batch_of_the_collator(monkeypatch, ids):
+@pytest.mark.parametrize("rows", [ROWS, [ROWS[0] * 2]], ids=["alike", "one row"])
+def test_a_batch_of_the_collator(monkeypatch, rows):
     """It has a row for each label, and Liger's own kernel gets them."""
     from liger_kernel.ops import fused_linear_cross_entropy as module
 
-    mask = ids != 0
-    expected = gradient_of(liger(), of_the_model(ids.masked_fill(~mask, -100), {"input_ids": ids}))
-    forward, rows = module.fused_linear_cross_entropy_forward, []
-    monkeypatch.setattr(module, "fused_linear_cross_entropy_forward", spy(forward, rows))
-    features = [{"input_ids": row[:length].tolist()} for row, length in zip(ids, mask.sum(1), strict=True)]
-    collated = RadixCollator(loss_on_all=True)(features)
+    expected, calls = gradient_of(liger(), of_the_model(padded_with_labels(rows, rows, "right", 0))), []
+    counted = lambda real, *args, **options: (calls.append(real), real(*args, **options))[1]  # noqa: E731
+    plant(monkeypatch, module, "fused_linear_cross_entropy_forward", counted)
+    collated = RadixCollator(loss_on_all=True)([{"input_ids": row} for row in rows])
     found = gradient_of(share_prefixes(liger()), lambda model: model(**collated).loss)
-    assert len(rows) == 1
+    assert len(calls) == 1
     torch.testing.assert_close(found, expected)
-
-
-def spy(forward: Callable[..., Any], rows: list[int]) -> Callable[..., Any]:
-    def spied(_input: Tensor, *others: Any, **options: Any) -> Any:
-        rows.append(len(_input))
-        return forward(_input, *others, **options)
-
-    return spied

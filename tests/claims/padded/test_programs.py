@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import Tensor, nn
@@ -30,28 +31,12 @@ def gradient_of(model: nn.Module) -> Tensor:
 # What looks through the outputs.
 
 
-def of_accelerate(name: str) -> Callable[[Any], Any]:
-    def look(output: Any) -> Any:
-        from accelerate.utils import operations
-
-        return getattr(operations, name)(output, *(["cpu"] if name == "send_to_device" else []))
-
-    return look
-
-
-def detached(output: Any) -> Any:
-    from transformers.trainer_pt_utils import nested_detach
-
-    return nested_detach(dict(output))
-
-
 LOOKS: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "pickle": lambda output: pickle.loads(pickle.dumps(output)),
     "tree_map": lambda output: tree_map(lambda x: x * 2 if isinstance(x, Tensor) else x, output),
-    **{name: of_accelerate(name) for name in ("convert_to_fp32", "send_to_device", "find_batch_size", "listify")},
-    "nested_detach": detached,
+    "Accelerate": accelerate.utils.convert_to_fp32,
     "DDP": lambda output: list(torch.nn.parallel.distributed._find_tensors(output)),
     "default": lambda output: getattr(output.past_key_values, "device", None),
     "truth": lambda output: (bool(output.past_key_values), output.past_key_values is None),
@@ -127,24 +112,29 @@ def of_places(model: Any) -> Tensor:
     return model.model(input_ids=IDS, attention_mask=MASK, use_cache=False).last_hidden_state[:, 0].square().sum()
 
 
-@pytest.mark.parametrize("loss_of", [of_places, lambda model: own_loss(model, LABELS)], ids=["hidden", "the model's"])
-def test_a_gradient_of_a_gradient_is_refused(loss_of):
-    """A Hessian-vector product asks for that of the weights only, where torch's `once_differentiable` is silent."""
-    model = share_prefixes(tiny_qwen3(), min_ratio=0.0)
-    with pytest.raises(UserError, match=r"create_graph=True.* restore_model"):
-        torch.autograd.grad(loss_of(model), list(model.parameters()), create_graph=True, allow_unused=True)
+def of_rows(model: Any, mask: Tensor = MASK) -> Tensor:
+    return model(input_ids=IDS, attention_mask=mask, use_cache=False).logits[:, 0].square().sum(-1)
 
 
-@pytest.mark.parametrize(("has_padding", "name"), [(False, "a sum"), (True, "a sum"), (True, "the model's loss")])
-def test_several_gradients_at_once_are_refused(has_padding, name):
-    """One for each row, say: torch maps over them, and nothing in them can be looked at."""
+# Of a Hessian-vector product only the weights' gradient is asked for, where torch's `once_differentiable` is silent.
+# Over several gradients at once, one for each row, say, torch maps, and nothing in them can be looked at.
+ASKED: dict[str, tuple[Callable[[Any], Tensor], str]] = {
+    "a gradient of a gradient, hidden states": (of_places, "create_graph"),
+    "a gradient of a gradient, the model's loss": (lambda model: own_loss(model, LABELS), "create_graph"),
+    "several, without padding": (lambda model: of_rows(model, torch.ones_like(MASK)), "is_grads_batched"),
+    "several, with padding": (of_rows, "is_grads_batched"),
+    "several, the model's loss": (lambda model: own_loss(model, LABELS).expand(2), "is_grads_batched"),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_other_gradients_are_refused(name):
+    loss_of, option = ASKED[name]
     model = share_prefixes(tiny_qwen3(), min_ratio=0.0)
-    mask = MASK if has_padding else torch.ones_like(MASK)
-    output = model(input_ids=IDS, attention_mask=mask, labels=LABELS, use_cache=False)
-    losses = output.logits[:, 0].square().sum(-1) if name == "a sum" else output.loss.expand(2)
-    options = {"is_grads_batched": True, "allow_unused": True}
-    with pytest.raises(UserError, match=r"is_grads_batched=True.* restore_model"):
-        torch.autograd.grad(losses, list(model.parameters()), torch.eye(len(losses)), **options)
+    losses, weights = loss_of(model), list(model.parameters())
+    of_each = torch.eye(len(losses)) if losses.ndim else None
+    with pytest.raises(UserError, match=rf"{option}=True.* restore_model"):
+        torch.autograd.grad(losses, weights, of_each, allow_unused=True, **{option: True})
 
 
 @pytest.mark.parametrize("label", [-1, 50])

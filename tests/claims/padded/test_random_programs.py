@@ -29,10 +29,7 @@ def test_programs(way: str, block: int) -> None:
     assert sharing_report(pair[1]).num_head_rows < 0.7 * sharing_report(pair[1]).num_head_places
 
 
-COMPILED = ["mean", "z", "entropy", "squares", "gather"]
-
-
-@pytest.mark.parametrize("name", cases(COMPILED, ["z", "entropy"]))
+@pytest.mark.parametrize("name", ["z", "entropy", "gather"])
 def test_a_compiled_loss(name: str) -> None:
     """The compiler gets ordinary tensors."""
     torch._dynamo.reset()

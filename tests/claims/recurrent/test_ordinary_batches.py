@@ -1,6 +1,5 @@
 """A call that is not shared has the bits of the stock model: it runs the same operations."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from radixtrain.hf.progress import running
 from tests.support import cases
 from tests.support.batches import padded
 from tests.support.models import since, tiny_hybrid
-from tests.support.steps import ONE_KIND, PROMPT, ROWS, batch_of, mixers_in
+from tests.support.steps import ONE_KIND, ROWS, batch_of, generated, mixers_in
 
 UNSHARED: dict[str, Any] = {"min_ratio": 100.0}
 HOOKS_INSIDE = "checkpointing runs the hooks of a layer too, and they end only with an Exception"
@@ -39,13 +38,10 @@ def test_packed(kind: str) -> None:
 def test_generation(kind: str, beams: int) -> None:
     """With a cache: the prompt, then token by token; before and after a radix batch."""
     model = tiny_hybrid(kind).eval()
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams, "eos_token_id": None}
-    options |= {"output_scores": True, "return_dict_in_generate": True}
-    generate = partial(model.generate, **padded([PROMPT, PROMPT[:4]], "left"), **options)
-    stock = generate()
+    stock = generated(model, num_beams=beams)
     share_prefixes(model)
     for _ in range(2):
-        found = generate()
+        found = generated(model, num_beams=beams)
         assert torch.equal(found.sequences, stock.sequences)
         assert all(map(torch.equal, found.scores, stock.scores))
         model(**batch_of())

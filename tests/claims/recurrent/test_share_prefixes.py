@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from radixtrain import share_prefixes, sharing_report
-from radixtrain.tree.runs import RunLayout, runs_of_segments
+from radixtrain.tree import runs
+from radixtrain.tree.runs import RunLayout
 from radixtrain.verification.oracle import float64_throughout, gradients_of
+from tests.claims.mistakes import plant
 from tests.support.batches import padded
 from tests.support.models import tiny_hybrid
 from tests.support.steps import ONE_KIND, ROWS, assert_exact
@@ -22,12 +24,12 @@ def test_pairs(monkeypatch: pytest.MonkeyPatch, kind: str, side: str) -> None:
     """Values and gradients of every kept token, with forks wherever they can be."""
     kept: list[int] = []
 
-    def counted(*given: Any) -> RunLayout:
-        runs = runs_of_segments(*given)
-        kept.append(sum(group.num_runs for group in runs.groups if group.is_fork))
-        return runs
+    def counted(real: Any, *given: Any) -> RunLayout:
+        made: RunLayout = real(*given)
+        kept.append(sum(group.num_runs for group in made.groups if group.is_fork))
+        return made
 
-    monkeypatch.setattr("radixtrain.tree.runs.runs_of_segments", counted)
+    plant(monkeypatch, runs, "runs_of_segments", counted)
     batch = padded([row for rows in pairwise(ROWS[:4]) for row in rows], side)
     keep = batch["attention_mask"].bool()
 

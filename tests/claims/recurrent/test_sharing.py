@@ -11,11 +11,10 @@ from torch import nn
 from radixtrain import restore_model, share_prefixes
 from radixtrain.hf.backbone import mixers_of
 from radixtrain.verification.oracle import float64_truth
+from tests.claims.mistakes import state_of
 from tests.support.batches import padded
 from tests.support.models import tiny_hybrid
 from tests.support.steps import FEATURES, ONE_KIND, ROWS, assert_exact, batch_of, mixers_in
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
 @ONE_KIND
@@ -34,26 +33,15 @@ def test_a_copy(kind: str, duplicate: Any) -> None:
     assert copied.state_dict().keys() == tiny_hybrid(kind).state_dict().keys()
 
 
-def left_on(model: nn.Module) -> list[Any]:
-    """Whatever `share_prefixes` may have put on modules."""
-    hooks = [
-        dict(getattr(module, name)) for module in model.modules() for name in (*HOOKS, "_forward_hooks_always_called")
-    ]
-    own = [set(module.__dict__) for module in model.modules()]
-    return [hooks, own, model.config._attn_implementation]
-
-
 @ONE_KIND
 def test_restore_undoes_it(kind: str) -> None:
     model = tiny_hybrid(kind)
     model.gradient_checkpointing_enable()
-    before = left_on(model)
-    checkpoint = model.model.layers[0]._gradient_checkpointing_func
+    before = state_of(model)
     share_prefixes(model)
     model(**batch_of()).loss.backward()
     restore_model(model)
-    assert left_on(model) == before
-    assert model.model.layers[0]._gradient_checkpointing_func is checkpoint
+    assert state_of(model) == before
 
 
 @pytest.mark.usefixtures("hooks_that_may_stay")

@@ -12,18 +12,8 @@ from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
 
 
-def serve(cache: RadixCache, ids: list[int]) -> tuple[int, int]:
-    """Tokens found and stored of one prompt."""
-    node, length = cache.match_prefix(ids)
-    cache.lock(node)
+def put(cache: RadixCache, ids: list[int]) -> RadixCache:
     cache.insert(ids, lambda start: ids[start:])
-    cache.unlock(node)
-    return length, len(ids) - length
-
-
-def put(cache: RadixCache, *prompts: list[int]) -> RadixCache:
-    for ids in prompts:
-        serve(cache, ids)
     return cache
 
 

@@ -37,12 +37,6 @@ def k_proj(model: Any) -> nn.Linear:
     return linear
 
 
-def load(model: Any) -> None:
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    state["model.norm.weight"][3] += 1e-6
-    model.load_state_dict(state)
-
-
 def one_bit(model: Any) -> None:
     k_proj(model).weight.data.view(torch.int32)[3, 5] ^= 1
 
@@ -61,10 +55,6 @@ def scaled(model: Any) -> None:
             module.set_scale("default", 0.5)
 
 
-def one_lora_matrix(model: Any) -> None:
-    next(p for name, p in model.named_parameters() if "lora_B.default" in name).data.mul_(1.01)
-
-
 def forward_of_a_layer(model: Any) -> None:
     mlp = model.model.layers[0].mlp
     of_class = type(mlp).forward
@@ -80,9 +70,7 @@ CHANGES: dict[str, Change] = {
     "two rows swapped": swap_rows,
     "all signs": lambda model: k_proj(model).weight.data.neg_(),
     "every second sign": lambda model: k_proj(model).weight.data[:, 1::2].neg_(),
-    "load_state_dict": load,
-    "tied weights, by the other name": lambda model: model.lm_head.weight.data.mul_(1.001),
-    "a function": lambda model: vars(model.model.layers[0].mlp).update(act_fn=nn.functional.relu),
+    "a function": lambda model: setattr(model.model.norm, "radix_test", nn.functional.relu),
     "a tensor": lambda model: setattr(model.model.norm, "radix_test", torch.ones(1)),
     "a buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
     "a setting of a module": lambda model: setattr(model.model.norm, "variance_epsilon", 1e-3),
@@ -94,7 +82,6 @@ OF_ADAPTERS: dict[str, Change] = {
     "set_adapter": lambda model: model.set_adapter("second"),
     "scaling": scaled,
     "merge": lambda model: model.merge_adapter(),
-    "a LoRA matrix": one_lora_matrix,
     "disabled": lambda model: model.base_model.disable_adapter_layers(),
     "deleted": lambda model: model.delete_adapter("second"),
 }

@@ -78,15 +78,12 @@ def test_errors_by_name(model: Any, prompts: Any, completions: Any, error: type[
         score_completions(model, prompts, completions)
 
 
-def with_hook(model: Any, module: Any = None) -> Any:
-    """One that reads other places of its output."""
-    where = model if module is None else module(model)
+def mix(module: nn.Module, args: Any, output: Any) -> None:
+    """A hook that does not say that it reads one place at a time."""
 
-    def mix(_: Any, args: Any, output: Any) -> Any:
-        logits = output if isinstance(output, torch.Tensor) else output.logits
-        return logits - logits.mean(1, keepdim=True) if output is logits else output
 
-    where.register_forward_hook(mix)
+def with_hook(model: Any, part: Any = None) -> Any:
+    (model if part is None else part).register_forward_hook(mix)
     return model
 
 
@@ -109,7 +106,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[Ids], str]] = {
         rf"a hook on Sequential .*mix.*; leave it out, {INSTEAD}",
     ),
     "a hook on its head": (
-        lambda model: with_hook(model, lambda each: each.lm_head),
+        lambda model: with_hook(model, model.lm_head),
         PROMPTS,
         rf"a hook on Linear .*mix.*, {INSTEAD}",
     ),

@@ -20,12 +20,8 @@ from radixtrain.verification.oracle import (
 from tests.support.models import tiny_qwen3
 from tests.support.steps import same
 
-FEATURES = [
-    {"input_ids": [7, 8, 9, 1, 2], "labels": [-100, 8, 9, 1, 2]},
-    {"input_ids": [7, 8, 9, 3], "labels": [-100, -100, -100, 3]},
-    {"input_ids": [5], "labels": [5]},
-    {"input_ids": [6, 7], "labels": [-100, -100]},
-]
+ROWS = [([7, 8, 9, 1, 2], 1), ([7, 8, 9, 3], 3), ([5], 0), ([6, 7], 2)]
+FEATURES = [{"input_ids": ids, "labels": [-100] * start + ids[start:]} for ids, start in ROWS]
 
 
 def test_the_loss_is_the_mean_over_labelled_tokens() -> None:
