@@ -457,13 +457,13 @@ def on_ranks(
     import torch.distributed as dist
 
     assert not dist.is_initialized(), "a group that is there already would be that of the forked processes, too"
-    timeout_of_group = timeout if has_group else None
     context, port = get_context("fork"), free_port()
     pipes, processes, all_answered = [], [], context.Event()
     for rank in range(count):
         pipe, end = context.Pipe(duplex=False)
-        given = rank, count, port, work, timeout_of_group, end, all_answered, sp_size
-        process = context.Process(target=_run, args=given)
+        process = context.Process(
+            target=_run, args=(rank, count, port, work, timeout if has_group else None, end, all_answered, sp_size)
+        )
         process.start()
         end.close()  # now, so that no other rank has it: it is closed when this one dies
         pipes.append(pipe)
@@ -530,7 +530,7 @@ def _run(
     from radixtrain import distributed
 
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(SECONDS_OF_RANKS - 5.0)  # what a rank that hangs is doing
+    faulthandler.dump_traceback_later(170.0)  # what a rank is doing that hangs, shortly before `on_ranks` gives up
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
     os.environ.update({name: str(value) for name, value in (here | there).items()})
