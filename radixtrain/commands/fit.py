@@ -148,12 +148,13 @@ class Command:
         """
         if self.name in WRITING:
             stack.enter_context(locked(self.output_dir, self.name))
-            delete_half_written(self.output_dir)
         settings = self.settings
         if self.name == "fit":
             ckpt_path, self.replaces = checkpoint_of_fit(self.output_dir, settings, self.model, self.datamodule)
         else:
             ckpt_path = checkpoint_to_evaluate(self.output_dir, getattr(settings, "ckpt_path", None))
+        if self.name in WRITING:
+            delete_half_written(self.output_dir)
         is_saving, keeps_best = settings.trainer.enable_checkpointing, settings.save_best is not None
         num_checkpoints = (settings.save_total_limit + 1) * is_saving + keeps_best
         model = self.model.hparams

@@ -15,7 +15,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
-from radixtrain.checkpoints.atomic import delete, tidy_leftovers
+from radixtrain.checkpoints.atomic import tidy_leftovers
 from radixtrain.checkpoints.folder import checkpoints_in
 from radixtrain.checkpoints.resolve import AUTO, resolve
 from radixtrain.commands import EVALUATING
@@ -27,7 +27,7 @@ from radixtrain.settings.read import read_yaml
 from radixtrain.settings.sections import ModelSettings
 from radixtrain.text_files import check_file, read_text
 from radixtrain.training.fault_tolerance.failures import existing
-from radixtrain.training.fault_tolerance.run_folder import check_new_run, check_outside, is_resumed
+from radixtrain.training.fault_tolerance.run_folder import RECORD, check_new_run, check_outside, is_resumed
 from radixtrain.training.fault_tolerance.run_state import check_settings_of_run
 from radixtrain.training.fault_tolerance.signals import is_restarted
 from radixtrain.training.results.model_folder import SETTINGS, check_model_folder
@@ -46,7 +46,11 @@ SAMPLES, SAMPLED_BYTES = 64, 1 << 16  # per file: enough, since other weights di
 OF_A_MACHINE = ("config", "data.cache_dir", "data.dataset_num_proc", "data.dataloader_num_workers")
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 2}
 READ = ("model.", "data.", "ckpt_path")  # settings that may name files
-HALF_WRITTEN = ("logs/*/.*.yaml.partial", "answers/.step=*.partial")  # by a killed run; none writes these again
+# What a killed command may leave, and no later one writes again.
+HALF_WRITTEN = (
+    *(f"logs/version_*/.{RECORD.format(command)}.partial" for command in ("fit", *EVALUATING)),
+    "answers/.step=*.csv.partial",
+)
 
 
 def checkpoint_asked_for(output_dir: Path, settings: Any) -> str | None:
@@ -70,7 +74,8 @@ def delete_half_written(output_dir: Path) -> None:
     """Delete what a killed command has half written beside its logs and answers. Requires the lock."""
     with only_warns(f"what a killed run has half written in {output_dir} cannot be deleted"):
         for path in chain.from_iterable(map(output_dir.glob, HALF_WRITTEN)):
-            delete(path)
+            if path.is_file() and not (path.is_symlink() or path.parent.is_symlink()):
+                path.unlink()
 
 
 def checkpoint_of_fit(output_dir: Path, settings: Any, model: object, data: object) -> tuple[str | None, bool]:

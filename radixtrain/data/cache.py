@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -84,10 +83,10 @@ def tokenized(source: Source, encoder: ChatEncoder, settings: Any) -> Tokenized:
     if os.path.exists(entry):
         return _opened(source, entry, " (tokenised by an earlier run)")
     made = cache / f".{entry.name}.{uuid4().hex}"
-    _delete_unfinished(cache)
     with _written_to(cache):
         made.mkdir(parents=True)
     try:
+        _delete_unfinished(cache, made.stat().st_mtime)
         _write_entry(source, encoder, settings, made, files)
         _check_unchanged(files)
         with suppress(OSError):  # another process has written it meanwhile
@@ -97,11 +96,14 @@ def tokenized(source: Source, encoder: ChatEncoder, settings: Any) -> Tokenized:
     return _opened(source, entry, "")
 
 
-def _delete_unfinished(cache: Path) -> None:
-    """Delete what killed processes have left: unfinished entries into which nothing was written for a day."""
+def _delete_unfinished(cache: Path, now: float) -> None:
+    """Delete what killed processes have left: unfinished entries into which nothing was written for a day.
+
+    now: by the clock of the disk.
+    """
     for folder in cache.glob(UNFINISHED):
         with suppress(OSError):  # another process finishes or deletes it
-            if max(path.stat().st_mtime for path in (folder, *folder.iterdir())) < time.time() - SECONDS_OF_A_DAY:
+            if max(path.stat().st_mtime for path in (folder, *folder.iterdir())) < now - SECONDS_OF_A_DAY:
                 shutil.rmtree(folder)
 
 

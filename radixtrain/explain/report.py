@@ -115,8 +115,11 @@ def make_report(
     except NotPredictedError as error:
         speed = f"The speed-up on this machine was not predicted: {error}."
     except UserError as error:
-        refused = str(error)
-        speed = f"`fit` would refuse this: {refused}."
+        if refused or of_data.dedup:
+            refused = str(error)
+            speed = f"`fit` would refuse this: {refused}."
+        else:  # what is not shared trains, though the shared arm of this prediction is refused
+            speed = f"The speed-up on this machine was not predicted: {error}."
     tokenizer = data.encoder().tokenizer
     breaks = find_breaks(corpus, tokenizer, draw.batch_size)
     drawn = range(0, len(corpus), -(-len(corpus) // TREE_CONVERSATIONS))

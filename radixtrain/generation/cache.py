@@ -184,6 +184,8 @@ class RadixCache:
         The least recently used leaf goes first; the last leaf loses only as much of its end as is needed.
         """
         freed = 0
+        if num_tokens <= 0:
+            return freed
         # Whatever uses or locks a node does so to those above it, so in this order each is a leaf once it is reached.
         for leaf in sorted(self.nodes, key=lambda node: (node.last_used, -node.start)):
             if freed >= num_tokens or leaf.locks:

@@ -21,7 +21,7 @@ from radixtrain.generation.cache import RadixCache
 from radixtrain.generation.prefill import generating
 from radixtrain.generation.prompt_cache import PromptCache, serving
 from radixtrain.hf.backbone import CACHE, model_inside, parts_of
-from radixtrain.hf.guards.code import code_in, has_third_party_code
+from radixtrain.hf.guards.code import code_in, has_third_party_code, has_third_party_code_around
 
 # Options of `model.generate` that do not go with this cache, and why.
 REFUSED = {
@@ -137,13 +137,15 @@ def fingerprint(model: nn.Module) -> Hashable:
     others = ((f"{path}.{name}", x) for path, each in modules for name, x in vars(each).items())
     named = chain(model.named_parameters(), model.named_buffers(), others)
     tensors = {name: x for name, x in named if isinstance(x, Tensor)}
+    code = code_in(parts.base, parts.decoder, parts.head, outer=[parts.backbone])
+    is_unknown = has_third_party_code_around() or any(has_third_party_code(each, code.own) for each in model.modules())
     sums = [each.to(device) for tensor in tensors.values() for each in word_sums(tensor)]
     return (
         tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items()),
         tuple(torch.stack(sums).tolist()),
-        code_in(parts.base, parts.decoder, parts.head, outer=[parts.backbone]).state,
+        code.state,
         tuple((name, _settings(each)) for name, each in model.named_modules()),
-        object() if any(map(has_third_party_code, model.modules())) else None,
+        object() if is_unknown else None,
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
     )
 

@@ -116,6 +116,8 @@ def reason_of(error: Exception) -> str:
     """Return transformers' message in one line; if it asks to trust a model's code, what to do instead."""
     if "trust_remote_code" in str(error):
         return OWN_CODE
+    if "scaled_dot_product_attention" in str(error):  # transformers' message is about another way to load a model
+        return "its class has no sdpa attention; set model.attn_implementation: auto"
     if isinstance(error, (OSError, ValueError, ImportError, SafetensorError)):
         return first_line(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_CHARACTERS]

@@ -132,9 +132,20 @@ def has_unknown_code(module: nn.Module) -> bool:
     return _unknown(_functions(*code), KNOWN) is not None
 
 
-def has_third_party_code(module: nn.Module) -> bool:
-    """Return whether no known package defines one of a module's hooks or its own `forward`, which may be declared."""
-    functions = _functions(*hooks_of(module), *_on_instance(module))
+def has_third_party_code(module: nn.Module, own: Collection[str] = KNOWN) -> bool:
+    """Return whether a hook of a module, or a `forward` of its class or its own, is of no known package.
+
+    It may be declared `position_wise`. own: the known packages, and that of the model.
+    """
+    code = *hooks_of(module), *_on_instance(module), *(_of_class(type(module), name) for name in CALLED)
+    return any(_origin(each)[1].partition(".")[0] not in own for each in _functions(*code))
+
+
+def has_third_party_code_around() -> bool:
+    """Return whether no known package defines a mode of torch that is on, or a hook on every module."""
+    modes = map(type, [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()])
+    everywhere = (getattr(nn.modules.module, f"_global{kind}").values() for kind in HOOKS)
+    functions = *modes, *_functions(*chain(*everywhere))
     return any(_origin(each)[1].partition(".")[0] not in KNOWN for each in functions)
 
 
@@ -305,7 +316,9 @@ def _identity(value: object) -> Hashable:
     if isinstance(value, partial):
         items = (*value.args, *chain.from_iterable(value.keywords.items()))
         return (_identity(value.func), *(each if type(each) in SETTINGS else _identity(each) for each in items))
-    return ref(value) if isinstance(value, FUNCTIONS) else id(value)
+    kind = type(value)
+    is_one = isinstance(value, FUNCTIONS) or (kind.__hash__ is object.__hash__ and kind.__weakrefoffset__)
+    return ref(value) if is_one else id(value)
 
 
 def _origin(function: Any) -> tuple[Any, str, bool]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -61,8 +61,15 @@ NUM_SHARED = 5
 ROWS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2], [1, 2, 3, 4, 5, 3, 2, 7, 1], [1, 2, 3, 4, 5, 3, 6, 1, 7]])
 DRAWS = "draws at random"
 OTHER_STATES = "computes a token from others, or from its place among them"
-ROUNDING = 4  # times the largest distance of ordinary passes whose hidden states are rounded otherwise
-NUM_ROUNDED = 4  # such passes at most: in pretrained models one may be several times as far as another
+OTHER_GRADIENT, OTHER_WEIGHTS = (
+    "has a gradient that is not the sum over the copies of a token",
+    "has another gradient of",
+)
+# Rounding gets as far as so many times the largest distance of so many ordinary passes, which are rounded otherwise. In
+# float32 also after each layer: in pretrained weights one such pass may be several times as far as another. In 16 bits
+# that would hide faults, so there it is one pass from embeddings that are rounded otherwise.
+ROUNDING, NUM_ROUNDED = 4, 4
+ROUNDING_OF_16_BITS = 2
 LOST = 0.1  # relative error of the gradient through the states of a mixer, of which rounding in bfloat16 makes 0.01
 MAX_STATES = 100  # of a decoder whose verdicts are kept: a setting may change in every step
 LARGE = 2**22  # numbers: larger buffers are weights of a quantized layer, larger parameters not those of an adapter
@@ -171,7 +178,9 @@ def look(
         if key not in known:
             mixers = mixers_of(decoder).values()
             reason = why_unsupported(parts, rules) if rules else None
-            if rules and any("forward" not in vars(mixer) for mixer in mixers):  # `install_mixers` replaces each
+            if (
+                rules and reason is None and any("forward" not in vars(mixer) for mixer in mixers)
+            ):  # `install_mixers` replaces each
                 reason = f"{parts.name} has got further recurrent layers; call share_prefixes again"
             num_layers = num_attention_layers(decoder) if text_layers(decoder) else None
             of_mixers = {id(mixer): type(mixer).__name__ for mixer in mixers}
@@ -199,6 +208,11 @@ def _first_tried(
         if has_states and why_whole is None:
             return None, True
         reason = _tried(*given)
+        weight = decoder.get_input_embeddings().weight
+        is_mixed = torch.is_autocast_enabled(weight.device.type) and weight.dtype == torch.float32
+        if is_own and is_mixed and (reason or "").startswith((OTHER_STATES, OTHER_GRADIENT, OTHER_WEIGHTS)):
+            with torch.autocast(weight.device.type, enabled=False):  # the rounding of 16 bits may get as far
+                reason = _tried(*given)
         if reason == DRAWS and is_own and not drew:
             reason = None  # the call itself will show it, and is refused with the number
     if has_states and reason is None:
@@ -266,33 +280,33 @@ class _Pass(NamedTuple):
                 yield name
 
     def differs_from(
-        self, other: _Pass, rounded: Sequence[_Pass], summed: Tensor, suspects: Sequence[str]
+        self, other: _Pass, rounded: Sequence[_Pass], times: int, summed: Tensor, suspects: Sequence[str]
     ) -> str | None:
         """Say what of another pass is farther than rounding gets; None if nothing is.
 
-        other: of unique tokens. rounded: as this one, but rounded otherwise. summed: the gradient of the embeddings,
-        added over the copies of each token. suspects: names of weights.
+        other: of unique tokens. rounded, times: ordinary passes, and so many times their largest distance is rounding.
+        summed: the gradient of the embeddings, added over the copies of each token. suspects: names of weights.
         """
-        of_states = max(_distance(self.states, each.states) for each in rounded)
-        if _distance(self.states, other.states) > ROUNDING * of_states:
+        of_states = _largest(_distance(self.states, each.states) for each in rounded)
+        if not _are_alike(times * of_states, self.states, other.states):
             return OTHER_STATES
-        of_gradient = max(_distance(self.gradient, each.gradient) for each in rounded)
-        if _distance(summed, other.gradient) > ROUNDING * of_gradient:
-            return "has a gradient that is not the sum over the copies of a token"
-        usual = max(map(self._usual_distance, rounded))
+        of_gradient = _largest(_distance(self.gradient, each.gradient) for each in rounded)
+        if not _are_alike(times * of_gradient, summed, other.gradient):
+            return OTHER_GRADIENT
+        usual = max(self._usual_distance(each, 9 if times == ROUNDING else 5) for each in rounded)
         for name in suspects:
             of_weight = self.weights[name]
-            distance = max(float((of_weight - each.weights[name]).norm()) for each in rounded)
+            distance = _largest(float((of_weight - each.weights[name]).norm()) for each in rounded)
             distance = max(distance, usual * float(of_weight.norm()))
-            if not (of_weight - other.weights[name]).norm() <= ROUNDING * distance:
-                return f"has another gradient of {name}, such as by an average over the tokens of a batch"
+            if not (of_weight - other.weights[name]).norm() <= times * distance:
+                return f"{OTHER_WEIGHTS} {name}, such as by an average over the tokens of a batch"
         return None
 
-    def _usual_distance(self, other: _Pass) -> float:
-        """Return the distance of nine weights of ten. That of one may be small by luck: of a product with a vector."""
+    def _usual_distance(self, other: _Pass, of_ten: int) -> float:
+        """Return how far so many weights of ten are. One may be near by luck: each is a product with a vector."""
         distances = sorted(_distance(each, other.weights[name]) for name, each in self.weights.items())
         finite = [each for each in distances if isfinite(each)] or [0.0]
-        return finite[len(finite) * 9 // 10]
+        return finite[len(finite) * of_ten // 10]
 
 
 def _tried(
@@ -307,7 +321,8 @@ def _tried(
 
     forks: whether states of recurrent layers fork.
 
-    Takes three forward passes, and as many backward passes if gradients are on.
+    Takes three forward passes, up to four more if rounding is in question, and as many backward passes if gradients
+    are on.
     """
     decoder = text_decoder_of(backbone)
     if torch.is_grad_enabled() and any(vars(each).get("scale_grad_by_freq") for each in decoder.modules()):
@@ -360,22 +375,27 @@ def _tried(
             pairs = (expected.states, found.states), (summed, found.gradient)
             is_suspect = bool(suspects) or not all(are_alike(*pair) for pair in pairs)
             reason, rounded = None, list[_Pass]()
-            for number in range(1, NUM_ROUNDED + 1) if is_suspect else ():
+            is_float32 = _rounding_unit(decoder, expected.states) <= torch.finfo(torch.float32).eps
+            times, count = (ROUNDING, NUM_ROUNDED) if is_float32 else (ROUNDING_OF_16_BITS, 1)
+            for number in range(1, count + 1) if is_suspect else ():
                 with running.during(None):
-                    rounded.append(_passed(backbone, head, ordinary, tokens, depths, rounding=number))
-                reason = expected.differs_from(found, rounded, summed, suspects)
+                    rounded.append(_passed(backbone, head, ordinary, tokens, depths, number, is_float32))
+                reason = expected.differs_from(found, rounded, times, summed, suspects)
                 if reason is None:
                     break
-            if reason is not None:
-                return reason + (_first_layer(decoder, expected, found, rounded) if reason == OTHER_STATES else "")
-            num_layers = num_attention_layers(decoder) if text_layers(decoder) else None
-            call.check_layers(backbone, num_layers, "attended without the tree")
+            if reason is None:
+                num_layers = num_attention_layers(decoder) if text_layers(decoder) else None
+                call.check_layers(backbone, num_layers, "attended without the tree")
+            elif reason == OTHER_STATES:
+                reason += _first_layer(decoder, expected, found, rounded, times)
         except torch.OutOfMemoryError:  # of this moment, not of the model
             raise
         except UserError as error:
             return f"is refused: {error}"
         except Exception as error:  # by code of any kind
             return f"cannot be tried on a few tokens ({type(error).__name__}: {first_line(error)})"
+    if reason is not None:
+        return reason
     if len(expected.left) != len(found.left) or not all(map(are_alike, expected.left, found.left)):
         return "leaves another state in a module"
     return None
@@ -417,14 +437,13 @@ def _gradient_above_forks(mixer: nn.Module, given: Mapping[str, Any], runs: RunL
     return gradient[0, is_above].float()
 
 
-def _first_layer(decoder: Any, expected: _Pass, found: _Pass, rounded: Sequence[_Pass]) -> str:
+def _first_layer(decoder: Any, expected: _Pass, found: _Pass, rounded: Sequence[_Pass], times: int) -> str:
     """Name the first layer whose hidden states differ, if one does."""
     by_layer = zip(*(each.layers for each in rounded), strict=False)
     passes = zip(text_layers(decoder), expected.layers, found.layers, by_layer, strict=False)
     for index, (layer, states, others, states_rounded) in enumerate(passes):
-        of_rounding = max(_distance(states, each) for each in states_rounded)
-        is_rounding = _distance(states, others) <= ROUNDING * of_rounding
-        if not is_rounding and not _are_alike(_bar(decoder, states), states, others):
+        of_rounding = _largest(_distance(states, each) for each in states_rounded)
+        if not _are_alike(max(times * of_rounding, _bar(decoder, states)), states, others):
             return f", first in layer {index} ({type(layer).__name__})"
     return ""
 
@@ -436,12 +455,13 @@ def _passed(
     tokens: Tensor,
     depths: Tensor,
     rounding: int = 0,
+    in_layers: bool = False,
 ) -> _Pass:
     """Run the backbone and the head.
 
     tokens: where each is in the batch. depths: in its sequence. rounding: if it is not 0, each number of the embeddings
-    and of the states after each layer is moved by the smallest step of its dtype, up or down, in a pattern of this
-    number: so far rounding gets.
+    is moved by the smallest step of its dtype, up or down, in a pattern of this number. in_layers: the states after
+    each layer too.
     """
     decoder = text_decoder_of(backbone)
     embedded: list[Tensor] = []
@@ -463,7 +483,7 @@ def _passed(
         if get_ident() != thread:
             return output
         states = output if isinstance(output, Tensor) else output[0]
-        if rounding:
+        if in_layers:
             states = _moved(states, rounding + NUM_ROUNDED * number)
             output = states if isinstance(output, Tensor) else (states, *output[1:])
         if states.shape[:2] == embedded[0].shape[:2]:
@@ -497,9 +517,9 @@ def _passed(
 
 def _moved(states: Tensor, number: int) -> Tensor:
     """Move each number to the next of its dtype, up or down by a pattern of a number from 1 on."""
-    places = torch.arange(states.numel(), device=states.device, dtype=torch.float64)
+    places = torch.arange(states[0].numel(), device=states.device, dtype=torch.float64)  # of one row, which is enough
     steps = (places * number + 1).sin().sign() * torch.finfo(states.dtype).eps
-    return (states * (1 + steps.view_as(states))).to(states.dtype)
+    return states * (1 + steps).to(states.dtype).view_as(states[0])
 
 
 def _times_a_vector(gradient: Tensor | None) -> Tensor:
@@ -563,6 +583,11 @@ def _distance(expected: Tensor, other: Tensor) -> float:
     expected, other = expected.double(), other.double()
     distance = float((expected - other).norm() / expected.norm())
     return distance if distance == distance else float("inf")
+
+
+def _largest(distances: Iterable[float]) -> float:
+    """Return the largest that is a number: passes that overflow say nothing of rounding."""
+    return max(filter(isfinite, distances), default=0.0)
 
 
 def _bar(decoder: nn.Module, states: Tensor) -> float:

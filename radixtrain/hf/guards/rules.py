@@ -115,8 +115,12 @@ def padding_idx_of_positions(decoder: nn.Module) -> int | None:
 
 def positions_in_table(decoder: nn.Module) -> int | None:
     """Return how many tokens a model with learned positions can number; None for any other kind of positions."""
-    tables = [table for _, table in _position_embeddings(decoder) if isinstance(table, nn.Embedding)]
-    return min((table.num_embeddings - int(getattr(table, "offset", 0)) for table in tables), default=None)
+    lengths = [len(buffer) for name, buffer in decoder.named_buffers() if name.endswith(".embed_positions")]  # GPT-J
+    for _, table in _position_embeddings(decoder):
+        if isinstance(table, nn.Embedding):
+            first = getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1
+            lengths.append(table.num_embeddings - int(first))
+    return min(lengths, default=None)
 
 
 class Limit(NamedTuple):

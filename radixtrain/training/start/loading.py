@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -77,9 +78,13 @@ def _shared(model: Any, settings: ModelSettings) -> Any:
 def check_trainable(settings: ModelSettings, num_layers: int, longest: int) -> None:
     """Raise UserError as `fit` does before its first step, for what the configuration of the model shows.
 
-    num_layers: of the model. Nothing is allocated for its weights. longest: as for `check_length`.
+    num_layers: of the model. Nothing is allocated for its weights, so no kernel can be asked whether it runs there.
+    longest: as for `check_length`.
     """
-    model = _shared(random_trainable(settings, num_layers, torch.device("meta")), settings)
+    quantization(settings)
+    model = random_trainable(settings, num_layers, torch.device("meta"))
+    _check_not_float16(model, settings.dtype)
+    model = _shared(model, replace(settings, attention="auto", kernel="auto"))
     check_length(model, settings, longest)
     check_draws(model, settings)
 
@@ -96,7 +101,7 @@ def check_length(model: nn.Module, settings: ModelSettings, longest: int) -> Non
     if limit is not None:
         raise UserError(
             f"{parts.name} has {limit.reason}, and the longest sequence has {longest:,} tokens; set data.max_length "
-            f"to {limit.tokens} or less"
+            f"to {limit.tokens} or less, and data.excess_length_strategy"
         )
 
 
@@ -172,12 +177,16 @@ def load_model(
             f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {reason_of(error)}"
         ) from None
     _check_loaded(model, loaded, model_name_or_path)
+    _check_not_float16(model, dtype)
+    keep_trainable(model)
+    return model
+
+
+def _check_not_float16(model: nn.Module, dtype: str) -> None:
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         raise UserError(
             f"model.dtype {dtype!r}: the checkpoint is float16, which needs a loss scale; set it to bfloat16 or float32"
         )
-    keep_trainable(model)
-    return model
 
 
 def _given(attn_implementation: str) -> str | None:
@@ -365,8 +374,10 @@ def random_trainable(settings: ModelSettings, num_layers: int, device: torch.dev
             return with_training_options(model, settings).train()
     except UserError:  # of the settings
         raise
-    except (ValueError, ImportError, RuntimeError, IndexError, AttributeError) as error:
-        reason = f"{type(config).__name__} cannot be made with {num_layers} layers: {first_line(error)}"
+    except Exception as error:  # a value of a wrong type in config.json may raise anything
+        if explain(error, None):
+            raise
+        reason = f"{type(config).__name__} cannot be made with {num_layers} layers: {reason_of(error)}"
         raise UserError(f"model.model_name_or_path {settings.model_name_or_path!r}: {reason}") from error
 
 
