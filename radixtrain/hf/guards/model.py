@@ -371,34 +371,45 @@ def _tried(
             if not is_same or (drew > draws and not allowed):  # only in longer rows
                 return DRAWS
             summed = torch.zeros_like(found.gradient).index_add_(0, copies, expected.gradient[tokens])
-            suspects = [*expected.suspects(found, bar)]
-            pairs = (expected.states, found.states), (summed, found.gradient)
-            is_suspect = bool(suspects) or not all(are_alike(*pair) for pair in pairs)
-            reason, rounded = None, list[_Pass]()
-            is_float32 = _rounding_unit(decoder, expected.states) <= torch.finfo(torch.float32).eps
-            times, count = (ROUNDING, NUM_ROUNDED) if is_float32 else (ROUNDING_OF_16_BITS, 1)
-            for number in range(1, count + 1) if is_suspect else ():
-                with running.during(None):
-                    rounded.append(_passed(backbone, head, ordinary, tokens, depths, number, is_float32))
-                reason = expected.differs_from(found, rounded, times, summed, suspects)
-                if reason is None:
-                    break
-            if reason is None:
-                num_layers = num_attention_layers(decoder) if text_layers(decoder) else None
-                call.check_layers(backbone, num_layers, "attended without the tree")
-            elif reason == OTHER_STATES:
-                reason += _first_layer(decoder, expected, found, rounded, times)
+            with running.during(None):
+                again_rounded = partial(_passed, backbone, head, ordinary, tokens, depths)
+                if reason := _why_not_rounding(decoder, expected, found, summed, again_rounded):
+                    return reason
+            num_layers = num_attention_layers(decoder) if text_layers(decoder) else None
+            call.check_layers(backbone, num_layers, "attended without the tree")
         except torch.OutOfMemoryError:  # of this moment, not of the model
             raise
         except UserError as error:
             return f"is refused: {error}"
         except Exception as error:  # by code of any kind
             return f"cannot be tried on a few tokens ({type(error).__name__}: {first_line(error)})"
-    if reason is not None:
-        return reason
     if len(expected.left) != len(found.left) or not all(map(are_alike, expected.left, found.left)):
         return "leaves another state in a module"
     return None
+
+
+def _why_not_rounding(
+    decoder: Any, expected: _Pass, found: _Pass, summed: Tensor, again_rounded: Callable[[int, bool], _Pass]
+) -> str | None:
+    """Say how a pass of unique tokens differs from the ordinary one by more than rounding; None if it does not.
+
+    summed: the gradient of the embeddings, added over the copies of each token. again_rounded: runs the ordinary pass
+    once more, as `_passed` does with this `rounding` and `in_layers`.
+    """
+    bar = _bar(decoder, expected.states)
+    suspects = [*expected.suspects(found, bar)]
+    pairs = (expected.states, found.states), (summed, found.gradient)
+    if not suspects and all(_are_alike(bar, *pair) for pair in pairs):
+        return None
+    is_float32 = _rounding_unit(decoder, expected.states) <= torch.finfo(torch.float32).eps
+    times, count = (ROUNDING, NUM_ROUNDED) if is_float32 else (ROUNDING_OF_16_BITS, 1)
+    reason, rounded = None, list[_Pass]()
+    for number in range(1, count + 1):
+        rounded.append(again_rounded(number, is_float32))
+        reason = expected.differs_from(found, rounded, times, summed, suspects)
+        if reason is None:
+            return None
+    return OTHER_STATES + _first_layer(decoder, expected, found, rounded, times) if reason == OTHER_STATES else reason
 
 
 def _why_no_fork(
@@ -460,7 +471,7 @@ def _passed(
     """Run the backbone and the head.
 
     tokens: where each is in the batch. depths: in its sequence. rounding: if it is not 0, each number of the embeddings
-    is moved by the smallest step of its dtype, up or down, in a pattern of this number. in_layers: the states after
+    is moved by a unit of rounding, up or down, in a pattern of this number. in_layers: the states after
     each layer too.
     """
     decoder = text_decoder_of(backbone)
@@ -516,7 +527,7 @@ def _passed(
 
 
 def _moved(states: Tensor, number: int) -> Tensor:
-    """Move each number to the next of its dtype, up or down by a pattern of a number from 1 on."""
+    """Move each number by a unit of rounding, up or down, in the pattern of this number, which is 1 or more."""
     places = torch.arange(states[0].numel(), device=states.device, dtype=torch.float64)  # of one row, which is enough
     steps = (places * number + 1).sin().sign() * torch.finfo(states.dtype).eps
     return states * (1 + steps).to(states.dtype).view_as(states[0])

@@ -109,9 +109,9 @@ def test_an_interruption(launch, train, reference, options_of, tmp_path, print_a
         go_on_after_pause(folder)
         check_end(launched, case, folder)
         launched.wait_for_workers()
-        for name in ("logs/version_0/.predict.yaml.partial", "answers/.step=3.csv.partial"):
-            os.makedirs((folder / name).parent, exist_ok=True)
-            (folder / name).touch()  # as if it had been killed while it wrote one
+        for left in (folder / "logs/version_0/.predict.yaml.partial", folder / "answers/.step=3.csv.partial"):
+            os.makedirs(left.parent, exist_ok=True)
+            left.touch()  # as if it had been killed while it wrote one
         assert case.place not in ("load 0 0", "step 1") or not (folder / "checkpoints").exists()
         assert_same_run(train(folder, **options, **AUTO), whole)
         assert_nothing_left(folder, tmp_path / "temporary")

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from radixtrain import restore_model, share_prefixes
 from radixtrain.generation.generate import fingerprint, word_sums
@@ -55,6 +56,16 @@ def scaled(model: Any) -> None:
             module.set_scale("default", 0.5)
 
 
+@position_wise
+class Declared(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x)
+
+
+def of_a_class(model: Any) -> None:
+    model.model.layers[0].mlp = Declared(model.model.layers[0].mlp)
+
+
 def forward_of_a_layer(model: Any) -> None:
     mlp = model.model.layers[0].mlp
     of_class = type(mlp).forward
@@ -64,6 +75,7 @@ def forward_of_a_layer(model: Any) -> None:
 OF_OTHERS: dict[str, Change] = {
     "a hook": lambda model: k_proj(model).register_forward_hook(position_wise(lambda *_: None)),
     "a forward": forward_of_a_layer,
+    "a class": of_a_class,
 }
 CHANGES: dict[str, Change] = {
     "one bit of one weight": one_bit,
@@ -102,6 +114,24 @@ def test_what_other_code_reads_may_have_changed(code: str, tiny_qwen3: Callable[
     model = tiny_qwen3()
     OF_OTHERS[code](model)
     assert seen(model) != seen(model)
+
+
+@position_wise
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_code_around_the_model_reads_may_have_changed(tiny_qwen3: Callable[..., Any]) -> None:
+    model = tiny_qwen3()
+    with Mode():
+        assert seen(model) != seen(model)
+    handle = nn.modules.module.register_module_forward_hook(position_wise(lambda *_: None))
+    try:
+        assert seen(model) != seen(model)
+    finally:
+        handle.remove()
+    assert seen(model) == seen(model)
 
 
 NO_CHANGES: dict[str, Change] = {

@@ -39,7 +39,7 @@ def test_the_command(
 ) -> None:
     """On a busy machine the speed-up is named as uncertain, and is not the heading."""
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
-    flags = {"model__model_name_or_path": without_weights, "max_seconds": 0.5}
+    flags = {"model__model_name_or_path": without_weights, "max_seconds": 0.5, "model__kernel": "torch"}
     assert main(arguments("report", **flags)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "rows 20, 20 samples" in text

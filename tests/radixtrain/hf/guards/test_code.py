@@ -35,7 +35,7 @@ from radixtrain import (
     sharing_report,
 )
 from radixtrain.errors import UserError
-from radixtrain.hf.guards.code import READ_TOKENS, code_in
+from radixtrain.hf.guards.code import READ_TOKENS, _identity, code_in
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 from tests.support.models import tiny_model
@@ -457,3 +457,16 @@ def test_a_model_is_freed(tiny_qwen3: Build) -> None:
     del model, decoder, layer
     gc.collect()
     assert [part() for part in parts] == [None, None, None]
+
+
+def test_a_callable_is_no_other_one_that_gets_its_address():
+    class Scaled:
+        def __call__(self, x):
+            return 2 * x
+
+    found = set()
+    for _ in range(100):
+        value = Scaled()
+        found.add(_identity(value))
+        del value
+    assert len(found) == 100

@@ -10,6 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from radixtrain import RadixCollator, generate, share_prefixes, sharing_report
 from radixtrain.errors import UserError
+from radixtrain.hf.backbone import text_decoder_of
+from radixtrain.hf.guards.rules import positions_in_table
 from tests.support.models import tiny_model
 from tests.support.steps import assert_same_gradient, same_step
 
@@ -102,3 +104,24 @@ def test_generation_scaled_by_the_place(model: Any) -> None:
     answers = [model.generate(row[None], max_new_tokens=4, do_sample=False, eos_token_id=None) for row in IDS]
     found = generate(model, IDS, max_new_tokens=4, do_sample=False, eos_token_id=None)
     assert torch.equal(found, torch.cat(answers))
+
+
+TABLES: dict[str, tuple[str, dict[str, Any], int | None]] = {
+    "learned": ("GPT2LMHeadModel", {"n_positions": 48}, 48),
+    "with an offset": ("OPTForCausalLM", {"max_position_embeddings": 48}, 48),
+    "after the padding": ("RobertaForCausalLM", {"max_position_embeddings": 48, "pad_token_id": 1}, 46),
+    "a buffer": ("GPTJForCausalLM", {"n_positions": 48, "rotary_dim": 4}, 48),
+    "none": ("LlamaForCausalLM", {"max_position_embeddings": 48}, None),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_how_many_positions_a_table_has(name: str) -> None:
+    """The untouched model takes so many tokens, and not one more."""
+    model_class, sizes, expected = TABLES[name]
+    model = tiny_model(model_class, **sizes).eval()
+    assert positions_in_table(text_decoder_of(model)) == expected
+    if expected is not None:
+        model(input_ids=torch.full((1, expected), 5))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, expected + 1), 5))
